@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side tells every worker, and what comes back.
+
+Both travel with engine steps: commands in the connector metadata of a step,
+reports in its output.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from .handoff.actions import Event, Offer
+from .handoff.receiver import ReceiveRequest
+from .ids import RegistrationId, TransferId
+from .side_channel import Address
+
+
+@dataclass(frozen=True)
+class Expect:
+    """P: a prefill request of this hand-off has arrived."""
+
+    transfer_id: TransferId
+    receivers: int | None
+    aliases: tuple[TransferId, ...]
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """P: serve nobody (any more) for this hand-off."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """D: a request waits to be scheduled; keep its KV alive and connect early."""
+
+    transfer_id: TransferId
+    address: Address
+
+
+@dataclass(frozen=True)
+class Unwatch:
+    """D: it waits no more."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True)
+class Receive:
+    """D: obtain KV from the engine at ``address``."""
+
+    request: ReceiveRequest
+    address: Address
+
+
+@dataclass(frozen=True)
+class CancelReceive:
+    """D: the attempt is over; report when its blocks are safe."""
+
+    registration_id: RegistrationId
+    reason: str
+
+
+@dataclass(frozen=True)
+class TellNotNeeded:
+    """D: tell P that ``receivers`` requests (0: all) will not ask."""
+
+    transfer_id: TransferId
+    address: Address
+    receivers: int
+
+
+Command: TypeAlias = (
+    Expect | Withdraw | Watch | Unwatch | Receive | CancelReceive | TellNotNeeded
+)
+
+
+@dataclass
+class NixlConnectorMetadata(KVConnectorMetadata):
+    """One step's orders to the workers.
+
+    Attributes:
+        commands: to be acted on before the forward pass.
+        offers: KV that is computed once this step's forward pass is.
+        report_failed: requests to be reported as failed loads in this step.
+        reply: whether the worker must answer even if it has nothing to report,
+            because the scheduler side has completions to inject.
+    """
+
+    commands: tuple[Command, ...] = ()
+    offers: tuple[Offer, ...] = ()
+    report_failed: frozenset[str] = frozenset()
+    reply: bool = False
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Facts of one worker rank, in the order in which they became true."""
+
+    rank: int
+    events: tuple[Event, ...]
+    tables: dict[str, int]
+
+
+@dataclass
+class NixlWorkerMetadata(KVConnectorWorkerMetadata):
+    """The reports of all ranks of one step."""
+
+    reports: list[RankReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NixlWorkerMetadata":
+        """Join the reports of another rank."""
+        assert isinstance(other, NixlWorkerMetadata)
+        return NixlWorkerMetadata(self.reports + other.reports)
+
+
+@dataclass
+class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """One worker's encoded :class:`~.wire.RankInfo`, for the side channel."""
+
+    rank_info: bytes

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two ranks may exchange KV, and if not, what differs."""
+
+from collections.abc import Mapping
+
+from .topology import RankShape, TopologyError, source_ranks
+from .wire import PROTOCOL_VERSION, RankInfo
+
+
+def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
+    """Why ``local`` must not exchange KV with ``remote``; ``None`` if it may.
+
+    The text names each field that differs with both values. With ``enforce``
+    off, differences of model and version are let pass, differences in memory
+    layout never.
+    """
+    if local.protocol != PROTOCOL_VERSION or remote.protocol != PROTOCOL_VERSION:
+        return _differs("protocol", str(local.protocol), str(remote.protocol))
+    problems = _differences(local.layout, remote.layout)
+    if enforce:
+        problems += _differences(local.compat, remote.compat)
+    if local.block_size != remote.block_size:
+        problems.append(
+            _differs("block_size", str(local.block_size), str(remote.block_size))
+        )
+    try:
+        source_ranks(_shape(local), _shape(remote))
+    except TopologyError as error:
+        problems.append(str(error))
+    problems += _region_differences(local, remote)
+    return "; ".join(problems) or None
+
+
+def _shape(info: RankInfo) -> RankShape:
+    return RankShape(
+        tp_rank=info.tp_rank,
+        tp_size=info.tp_size,
+        pp_rank=info.pp_rank,
+        pp_size=info.pp_size,
+    )
+
+
+def _differs(field: str, local: str, remote: str) -> str:
+    return f"{field} differs (local {local}, remote {remote})"
+
+
+def _differences(local: Mapping[str, str], remote: Mapping[str, str]) -> list[str]:
+    return [
+        _differs(key, local.get(key, "absent"), remote.get(key, "absent"))
+        for key in sorted(set(local) | set(remote))
+        if local.get(key) != remote.get(key)
+    ]
+
+
+def _region_differences(local: RankInfo, remote: RankInfo) -> list[str]:
+    ours = {region.layer: region for region in local.regions}
+    theirs = {region.layer: region for region in remote.regions}
+    missing = sorted(set(ours) ^ set(theirs))
+    if missing:
+        return [f"layers on one side only: {', '.join(missing[:4])}"]
+    for layer, region in ours.items():
+        other = theirs[layer]
+        if region.page_bytes != other.page_bytes:
+            return [
+                _differs(
+                    f"page_bytes of {layer}",
+                    str(region.page_bytes),
+                    str(other.page_bytes),
+                )
+            ]
+        if region.group != other.group:
+            return [
+                _differs(f"cache group of {layer}", str(region.group), str(other.group))
+            ]
+    return []

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's settings, parsed once from ``kv_connector_extra_config``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the text names key, value and remedy."""
+
+
+def _bad(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(
+        f"kv_connector_extra_config[{key!r}] is {value!r}, expected {expected}. "
+        "Correct it in --kv-transfer-config."
+    )
+
+
+def _seconds(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise _bad(key, value, "a positive number of seconds")
+    return float(value)
+
+
+def _count(minimum: int) -> Callable[[str, object], int]:
+    def parse(key: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise _bad(key, value, f"an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _bad(key, value, "true or false")
+    return value
+
+
+def _names(key: str, value: object) -> tuple[str, ...]:
+    if (
+        not isinstance(value, (list, tuple))
+        or not value
+        or not all(isinstance(item, str) and item for item in value)
+    ):
+        raise _bad(key, value, 'a list of NIXL backend names such as ["UCX"]')
+    return tuple(value)
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Settings of one connector instance; durations are in seconds.
+
+    Attributes:
+        backends: NIXL backends to create, in order of preference.
+        num_threads: worker threads of the NIXL backend. With 0 a WRITE or READ is
+            posted entirely on the transfer thread. The default is 0 on CPU
+            platforms, where data moves inside the posting call anyway, else 4.
+        kv_lease_duration: how long a prefill engine keeps computed KV for a decode
+            engine that has shown no sign of life.
+        push_registration_timeout: how long a decode engine waits for the KV that it
+            registered for.
+        peer_timeout: silence after which a peer that owes an answer counts as lost.
+        handshake_timeout: bound on one exchange over the side channel.
+        max_transfer_bytes: largest single NIXL transfer; longer ones are split so
+            that a blocking post cannot hold up liveness answers.
+        enforce_handshake_compat: refuse a peer of another model, version or backend.
+            Differences of memory layout are refused in any case.
+        kv_recompute_threshold: fewest tokens for which KV is read back from D.
+        decoder_kv_blocks_ttl: longest life of KV that D retains after an answer.
+        bidirectional_kv_xfer: let P read back what D holds.
+        engine_ttl: idle time after which the state of a peer engine is dropped.
+    """
+
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int | None = None
+    kv_lease_duration: float = 30.0
+    push_registration_timeout: float = 480.0
+    peer_timeout: float = 10.0
+    handshake_timeout: float = 5.0
+    max_transfer_bytes: int = 64 << 20
+    enforce_handshake_compat: bool = True
+    kv_recompute_threshold: int = 64
+    decoder_kv_blocks_ttl: float = 480.0
+    bidirectional_kv_xfer: bool = False
+    engine_ttl: float = 3600.0
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> "ConnectorConfig":
+        """Read the settings.
+
+        Raises:
+            ConfigError: an unknown key, a value of the wrong kind, or a feature
+                that this connector does not have.
+        """
+        unknown = sorted(set(extra) - set(_PARSERS))
+        if unknown:
+            raise ConfigError(
+                f"kv_connector_extra_config has unknown keys {unknown}. "
+                f"Known keys: {sorted(_PARSERS)}."
+            )
+        values = {key: _PARSERS[key](key, value) for key, value in extra.items()}
+        if "decoder_kv_blocks_ttl" in values:
+            values.setdefault(
+                "push_registration_timeout", values["decoder_kv_blocks_ttl"]
+            )
+        config = cls(**values)
+        if config.bidirectional_kv_xfer:
+            raise _bad(
+                "bidirectional_kv_xfer",
+                True,
+                "false: reading KV back from the decode engine is not available",
+            )
+        return config
+
+
+_PARSERS: dict[str, Callable[[str, object], Any]] = {
+    "backends": _names,
+    "num_threads": _count(0),
+    "kv_lease_duration": _seconds,
+    "push_registration_timeout": _seconds,
+    "peer_timeout": _seconds,
+    "handshake_timeout": _seconds,
+    "max_transfer_bytes": _count(1),
+    "enforce_handshake_compat": _flag,
+    "kv_recompute_threshold": _count(0),
+    "decoder_kv_blocks_ttl": _seconds,
+    "bidirectional_kv_xfer": _flag,
+    "engine_ttl": _seconds,
+}
+
+assert set(_PARSERS) == {field.name for field in fields(ConnectorConfig)}

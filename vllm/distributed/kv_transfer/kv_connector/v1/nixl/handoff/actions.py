@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the state machines ask their shell to do, and the facts they report."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from ..ids import AgentName, RegistrationId, TransferId
+from ..wire import BlockArray, Message, Want
+
+
+@dataclass(frozen=True)
+class Offer:
+    """KV that a prefill engine has computed and pinned.
+
+    ``blocks`` holds, per KV cache group, the block ids from position 0 on.
+    """
+
+    transfer_id: TransferId
+    generation: int
+    prompt_tokens: int
+    digest: bytes
+    blocks: tuple[BlockArray, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send one notification."""
+
+    peer: AgentName
+    message: Message
+
+
+@dataclass(frozen=True)
+class StartWrite:
+    """WRITE ``want`` from the offer's blocks to the peer's; report each piece."""
+
+    peer: AgentName
+    registration_id: RegistrationId
+    offer: Offer
+    want: Want
+    remote_blocks: tuple[BlockArray, ...]
+
+
+@dataclass(frozen=True)
+class StartRead:
+    """READ ``want`` from the peer's blocks into the local ones."""
+
+    peer: AgentName
+    registration_id: RegistrationId
+    want: Want
+    local_blocks: tuple[BlockArray, ...]
+    remote_blocks: tuple[BlockArray, ...]
+
+
+class CloseReason(StrEnum):
+    """Why a prefill engine has let go of a hand-off's KV."""
+
+    SERVED = "served"
+    EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+
+
+@dataclass(frozen=True)
+class TransferSize:
+    """What one registration moved, as seen by the side that posted it."""
+
+    bytes: int = 0
+    descriptors: int = 0
+
+    def __add__(self, other: "TransferSize") -> "TransferSize":
+        return TransferSize(
+            self.bytes + other.bytes, self.descriptors + other.descriptors
+        )
+
+
+@dataclass(frozen=True)
+class SenderClosed:
+    """P: no handle of this rank uses the hand-off's blocks any more."""
+
+    transfer_id: TransferId
+    generation: int
+    reason: CloseReason
+    tokens: int
+    size: TransferSize
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Received:
+    """D: all wanted KV is in this rank's blocks, and nothing writes there now."""
+
+    registration_id: RegistrationId
+    tokens: int
+    size: TransferSize
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReceiveFailed:
+    """D: the KV will not come.
+
+    ``quiet`` tells whether it is proven that nothing writes into the blocks; if
+    not, a :class:`ReceiveQuiet` follows once it is.
+    """
+
+    registration_id: RegistrationId
+    reason: str
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class ReceiveQuiet:
+    """D: proof that nothing writes into the blocks of a failed or cancelled one."""
+
+    registration_id: RegistrationId
+
+
+Event: TypeAlias = SenderClosed | Received | ReceiveFailed | ReceiveQuiet
+
+
+@dataclass(frozen=True)
+class Report:
+    """Give this fact to the scheduler side."""
+
+    event: Event
+
+
+Action: TypeAlias = Send | StartWrite | StartRead | Report

@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode side of hand-offs, for one worker rank.
+
+One attempt to obtain KV goes through::
+
+    CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    push
+    CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      pull
+          any of them ──▶ QUIESCING ──▶ gone
+
+QUIESCING means that the outcome is known to the scheduler while it is not yet
+proven that nothing writes into the blocks: until every source has said so, or is
+proven gone, or this rank's own READ has ended. No timer ends it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..ids import AgentName, Mode, RegistrationId, TransferId
+from ..wire import (
+    BlockArray,
+    Cancel,
+    Done,
+    LeaseGranted,
+    LeaseRequest,
+    Message,
+    ReadDone,
+    Register,
+    Want,
+    WireError,
+    pack_blocks,
+    unpack_blocks,
+)
+from .actions import (
+    Action,
+    Received,
+    ReceiveFailed,
+    ReceiveQuiet,
+    Report,
+    Send,
+    StartRead,
+    TransferSize,
+)
+
+
+class _State(Enum):
+    CONNECTING = auto()
+    REQUESTED = auto()
+    ACCEPTED = auto()
+    READING = auto()
+    CONFIRMING = auto()
+    QUIESCING = auto()
+
+
+@dataclass
+class _Source:
+    """What one writing or readable rank has told so far."""
+
+    pieces: set[int] = field(default_factory=set)
+    total: int = 0
+    finished: bool = False
+    granted: LeaseGranted | None = None
+    quiet: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.finished or (0 < self.total <= len(self.pieces))
+
+
+@dataclass(frozen=True)
+class ReceiveRequest:
+    """One attempt: which tokens, into which blocks, within how long (seconds).
+
+    ``blocks`` holds, per KV cache group, the block ids for the positions from
+    ``want.first_token`` on.
+    """
+
+    registration_id: RegistrationId
+    transfer_id: TransferId
+    want: Want
+    blocks: tuple[BlockArray, ...]
+    timeout: float
+
+
+@dataclass
+class _Attempt:
+    request: ReceiveRequest
+    started_at: float
+    deadline: float
+    state: _State = _State.CONNECTING
+    sources: dict[AgentName, _Source] = field(default_factory=dict)
+    next_send: float = 0.0
+    open_reads: int = 0
+    read_failure: str | None = None
+    size: TransferSize = field(default_factory=TransferSize)
+
+
+class ReceiverTable:
+    """All attempts of this rank to obtain KV.
+
+    Args:
+        mode: who moves the bytes.
+        repeat: seconds after which an unanswered request is said again, and
+            after which a lease in use is renewed.
+    """
+
+    def __init__(self, mode: Mode, repeat: float) -> None:
+        self._mode = mode
+        self._repeat = repeat
+        self._attempts: dict[RegistrationId, _Attempt] = {}
+
+    # ---- what the scheduler side and the connection say
+
+    def receive(self, request: ReceiveRequest, now: float) -> None:
+        """Begin an attempt; it waits for :meth:`connected`."""
+        self._attempts[request.registration_id] = _Attempt(
+            request, started_at=now, deadline=now + request.timeout
+        )
+
+    def connected(
+        self,
+        registration_id: RegistrationId,
+        sources: Sequence[AgentName],
+        now: float,
+    ) -> list[Action]:
+        """The prefill ranks that hold a part of it can be spoken to."""
+        attempt = self._attempts.get(registration_id)
+        if attempt is None or attempt.state is not _State.CONNECTING:
+            return []
+        attempt.sources = {name: _Source() for name in sources}
+        attempt.state = _State.REQUESTED
+        return self._ask(attempt, now)
+
+    def unreachable(
+        self, registration_id: RegistrationId, reason: str, now: float
+    ) -> list[Action]:
+        """No connection could be made; nothing was ever exposed."""
+        attempt = self._attempts.get(registration_id)
+        if attempt is None or attempt.state is not _State.CONNECTING:
+            return []
+        return self._fail(attempt, reason, now)
+
+    def cancel(
+        self, registration_id: RegistrationId, reason: str, now: float
+    ) -> list[Action]:
+        """The request has ended; give its blocks back as soon as that is safe."""
+        attempt = self._attempts.get(registration_id)
+        if attempt is None:
+            return [Report(ReceiveQuiet(registration_id))]
+        if attempt.state is _State.QUIESCING:
+            return []
+        return self._fail(attempt, reason, now)
+
+    # ---- what prefill engines say
+
+    def accepted(
+        self, peer: AgentName, registration_id: RegistrationId
+    ) -> list[Action]:
+        """P knows of it and will write."""
+        attempt, _ = self._lookup(peer, registration_id)
+        if attempt is not None and attempt.state is _State.REQUESTED:
+            attempt.state = _State.ACCEPTED
+        return []
+
+    def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
+        """One piece has landed."""
+        attempt, source = self._lookup(peer, msg.registration_id)
+        if attempt is None or source is None:
+            return []
+        if msg.seq not in source.pieces:
+            source.pieces.add(msg.seq)
+            attempt.size += TransferSize(msg.bytes, msg.descriptors)
+        source.total = max(source.total, msg.total)
+        return self._progress(attempt, now)
+
+    def finished(
+        self, peer: AgentName, registration_id: RegistrationId, now: float
+    ) -> list[Action]:
+        """All pieces have landed, said again."""
+        attempt, source = self._lookup(peer, registration_id)
+        if attempt is None or source is None or self._mode is not Mode.PUSH:
+            return []
+        source.finished = True
+        return self._progress(attempt, now)
+
+    def refused(
+        self, peer: AgentName, registration_id: RegistrationId, reason: str, now: float
+    ) -> list[Action]:
+        """P will not provide it, and does not write any more."""
+        attempt, source = self._lookup(peer, registration_id)
+        if attempt is None or source is None:
+            return []
+        source.quiet = True
+        if attempt.state is _State.QUIESCING:
+            return self._quiesce(attempt)
+        return self._fail(attempt, reason, now)
+
+    def cancelled(
+        self, peer: AgentName, registration_id: RegistrationId
+    ) -> list[Action]:
+        """P does not write any more."""
+        attempt, source = self._lookup(peer, registration_id)
+        if attempt is None or source is None:
+            return []
+        if attempt.state is not _State.QUIESCING:
+            return []
+        source.quiet = True
+        return self._quiesce(attempt)
+
+    def granted(self, peer: AgentName, msg: LeaseGranted, now: float) -> list[Action]:
+        """P has leased its blocks to us: read them."""
+        attempt, source = self._lookup(peer, msg.registration_id)
+        if attempt is None or source is None or self._mode is not Mode.PULL:
+            return []
+        if source.granted is not None:
+            if source.granted.generation != msg.generation:
+                return self._fail(attempt, "the leased KV was replaced", now)
+            return []
+        if attempt.state not in (_State.REQUESTED, _State.ACCEPTED, _State.READING):
+            return []
+        try:
+            remote = tuple(unpack_blocks(group) for group in msg.blocks)
+        except WireError as error:
+            return self._fail(attempt, str(error), now)
+        wanted = [len(group) for group in attempt.request.blocks]
+        if [len(group) for group in remote] != wanted:
+            return self._fail(
+                attempt, f"the lease covers other blocks than the {wanted} wanted", now
+            )
+        source.granted = msg
+        attempt.state = _State.READING
+        attempt.open_reads += 1
+        return [
+            StartRead(
+                peer,
+                msg.registration_id,
+                attempt.request.want,
+                attempt.request.blocks,
+                remote,
+            )
+        ]
+
+    def read_ended(
+        self,
+        peer: AgentName,
+        registration_id: RegistrationId,
+        size: TransferSize,
+        failure: str | None,
+        now: float,
+    ) -> list[Action]:
+        """This rank's READ from ``peer`` has ended."""
+        attempt, source = self._lookup(peer, registration_id)
+        if attempt is None or source is None or source.granted is None:
+            return []
+        attempt.open_reads -= 1
+        attempt.size += size
+        actions: list[Action] = [
+            Send(
+                peer,
+                ReadDone(
+                    registration_id,
+                    attempt.request.transfer_id,
+                    source.granted.generation,
+                    failure is None and attempt.state is not _State.QUIESCING,
+                ),
+            )
+        ]
+        if attempt.state is _State.QUIESCING:
+            return actions + self._quiesce(attempt)
+        if failure is not None:
+            return actions + self._fail(attempt, failure, now)
+        if attempt.open_reads == 0 and all(
+            source.granted is not None for source in attempt.sources.values()
+        ):
+            attempt.state = _State.CONFIRMING
+        return actions
+
+    def read_confirmed(
+        self, peer: AgentName, registration_id: RegistrationId, ok: bool, now: float
+    ) -> list[Action]:
+        """Whether the blocks we read were held for us until we had read them."""
+        attempt, source = self._lookup(peer, registration_id)
+        if attempt is None or source is None or attempt.state is _State.QUIESCING:
+            return []
+        if not ok:
+            return self._fail(
+                attempt, "the prefill engine let go of the KV before it was read", now
+            )
+        source.finished = True
+        return self._progress(attempt, now)
+
+    # ---- what the transport and the clock say
+
+    def peer_lost(self, peer: AgentName, reason: str, now: float) -> list[Action]:
+        """``peer`` does not answer. That is no proof that it cannot write."""
+        actions: list[Action] = []
+        for attempt in list(self._attempts.values()):
+            if peer in attempt.sources and attempt.state is not _State.QUIESCING:
+                actions += self._fail(attempt, reason, now)
+        return actions
+
+    def peer_gone(self, peer: AgentName, reason: str, now: float) -> list[Action]:
+        """It is proven that ``peer`` can write no more."""
+        actions: list[Action] = []
+        for attempt in list(self._attempts.values()):
+            source = attempt.sources.get(peer)
+            if source is None:
+                continue
+            source.quiet = True
+            if attempt.state is _State.QUIESCING:
+                actions += self._quiesce(attempt)
+            else:
+                actions += self._fail(attempt, reason, now)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Fail what is late and say again what was not answered."""
+        actions: list[Action] = []
+        for attempt in list(self._attempts.values()):
+            if attempt.state is not _State.QUIESCING and now > attempt.deadline:
+                actions += self._fail(
+                    attempt,
+                    f"no KV came within {attempt.request.timeout:g} s "
+                    "(push_registration_timeout)",
+                    now,
+                )
+            elif attempt.state is not _State.CONNECTING and now >= attempt.next_send:
+                actions += self._ask(attempt, now)
+        return actions
+
+    # ---- what the shell asks
+
+    def sizes(self) -> dict[str, int]:
+        """Entries per table; all zero when nothing is under way."""
+        quiescing = sum(a.state is _State.QUIESCING for a in self._attempts.values())
+        return {
+            "receiver_attempts": len(self._attempts) - quiescing,
+            "receiver_quiescing": quiescing,
+        }
+
+    def peers(self) -> set[AgentName]:
+        """Agents that owe something."""
+        return {
+            name
+            for attempt in self._attempts.values()
+            for name, source in attempt.sources.items()
+            if not source.quiet
+        }
+
+    def transfer_id(self, registration_id: RegistrationId) -> TransferId | None:
+        """The hand-off that an attempt belongs to, for logs."""
+        attempt = self._attempts.get(registration_id)
+        return None if attempt is None else attempt.request.transfer_id
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer may come at any moment."""
+        return any(
+            attempt.state is not _State.QUIESCING for attempt in self._attempts.values()
+        )
+
+    # ---- internals
+
+    def _lookup(
+        self, peer: AgentName, registration_id: RegistrationId
+    ) -> tuple[_Attempt | None, _Source | None]:
+        attempt = self._attempts.get(registration_id)
+        if attempt is None:
+            return None, None
+        return attempt, attempt.sources.get(peer)
+
+    def _ask(self, attempt: _Attempt, now: float) -> list[Action]:
+        attempt.next_send = now + self._repeat
+        request = attempt.request
+        message: Message
+        if attempt.state is _State.QUIESCING:
+            message = Cancel(request.registration_id, request.transfer_id)
+        elif attempt.state is _State.CONFIRMING:
+            return [
+                Send(
+                    name,
+                    ReadDone(
+                        request.registration_id,
+                        request.transfer_id,
+                        source.granted.generation,
+                        True,
+                    ),
+                )
+                for name, source in attempt.sources.items()
+                if source.granted is not None and not source.finished
+            ]
+        elif self._mode is Mode.PUSH:
+            message = Register(
+                request.transfer_id,
+                request.registration_id,
+                request.want,
+                tuple(pack_blocks(group) for group in request.blocks),
+            )
+        else:
+            message = LeaseRequest(
+                request.transfer_id, request.registration_id, request.want
+            )
+        return [
+            Send(name, message)
+            for name, source in attempt.sources.items()
+            if not source.quiet and not source.done
+        ]
+
+    def _progress(self, attempt: _Attempt, now: float) -> list[Action]:
+        if attempt.state is _State.QUIESCING:
+            return self._quiesce(attempt)
+        if not all(source.done for source in attempt.sources.values()):
+            return []
+        request = attempt.request
+        del self._attempts[request.registration_id]
+        return [
+            Report(
+                Received(
+                    request.registration_id,
+                    request.want.num_tokens,
+                    attempt.size,
+                    now - attempt.started_at,
+                )
+            )
+        ]
+
+    def _fail(self, attempt: _Attempt, reason: str, now: float) -> list[Action]:
+        exposed = attempt.state is not _State.CONNECTING
+        attempt.state = _State.QUIESCING
+        registration_id = attempt.request.registration_id
+        if not exposed or self._is_quiet(attempt):
+            del self._attempts[registration_id]
+            # A reader that gives up tells its lender; a writer has spoken already.
+            told: list[Action] = self._ask(attempt, now) if exposed else []
+            return [*told, Report(ReceiveFailed(registration_id, reason, quiet=True))]
+        return [
+            *self._ask(attempt, now),
+            Report(ReceiveFailed(registration_id, reason, quiet=False)),
+        ]
+
+    def _is_quiet(self, attempt: _Attempt) -> bool:
+        if self._mode is Mode.PULL:
+            return attempt.open_reads == 0
+        return all(source.quiet or source.done for source in attempt.sources.values())
+
+    def _quiesce(self, attempt: _Attempt) -> list[Action]:
+        if not self._is_quiet(attempt):
+            return []
+        registration_id = attempt.request.registration_id
+        del self._attempts[registration_id]
+        return [Report(ReceiveQuiet(registration_id))]
+
+
+class Watches:
+    """Hand-offs whose decode requests wait to be scheduled, by prefill engine.
+
+    They have no blocks yet, so nothing can be registered; renewing them keeps
+    the prefill engine from letting go of their KV meanwhile.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._waiting: dict[TransferId, tuple[tuple[str, int], int]] = {}
+        self._next: float = 0.0
+
+    def add(self, transfer_id: TransferId, address: tuple[str, int]) -> None:
+        """One more decode request waits."""
+        _, count = self._waiting.get(transfer_id, (address, 0))
+        self._waiting[transfer_id] = (address, count + 1)
+
+    def drop(self, transfer_id: TransferId) -> None:
+        """One of them waits no more."""
+        address, count = self._waiting.get(transfer_id, (("", 0), 0))
+        if count > 1:
+            self._waiting[transfer_id] = (address, count - 1)
+        else:
+            self._waiting.pop(transfer_id, None)
+
+    def due(self, now: float) -> dict[tuple[str, int], tuple[TransferId, ...]]:
+        """What to renew now, by address."""
+        if now < self._next or not self._waiting:
+            return {}
+        self._next = now + self._interval
+        grouped: dict[tuple[str, int], list[TransferId]] = {}
+        for transfer_id, (address, _) in self._waiting.items():
+            grouped.setdefault(address, []).append(transfer_id)
+        return {address: tuple(ids) for address, ids in grouped.items()}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def addresses(self) -> Iterable[tuple[str, int]]:
+        """Engines that are waited for."""
+        return {address for address, _ in self._waiting.values()}

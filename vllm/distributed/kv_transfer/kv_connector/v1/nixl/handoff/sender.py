@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of hand-offs, for one worker rank.
+
+A hand-off exists from the moment that its prefill request is known here or a
+decode engine asks for it, whichever comes first::
+
+    AWAITED ──expect──▶ EXPECTED ──offer──▶ OFFERED ──▶ closed
+       └─────────────────offer──────────────────▲
+
+A receiver's claim on it goes through::
+
+    WAITING ──▶ WRITING ──▶ ended (done, failed, cancelled)      push
+    WAITING ──▶ LEASED  ──▶ ended (read, cancelled, expired)     pull
+
+A hand-off closes when as many receivers as were announced have ended (one where
+none were announced), or its lease ends while nobody holds a claim, or it is
+withdrawn; never while a WRITE of it is posted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..ids import AgentName, RegistrationId, TransferId
+from ..wire import (
+    Accepted,
+    BlockArray,
+    Cancelled,
+    Finished,
+    LeaseGranted,
+    LeaseRequest,
+    ReadConfirmed,
+    ReadDone,
+    Refused,
+    Register,
+    Want,
+    WireError,
+    pack_blocks,
+    unpack_blocks,
+)
+from .actions import (
+    Action,
+    CloseReason,
+    Offer,
+    Report,
+    Send,
+    SenderClosed,
+    StartWrite,
+    TransferSize,
+)
+from .history import History
+
+HISTORY = 8192
+MAX_CLAIMS_PER_HANDOFF = 4096
+
+
+class _Stage(Enum):
+    AWAITED = auto()
+    EXPECTED = auto()
+    OFFERED = auto()
+
+
+class _ClaimState(Enum):
+    WAITING = auto()
+    WRITING = auto()
+    LEASED = auto()
+
+
+@dataclass
+class _Claim:
+    registration_id: RegistrationId
+    peer: AgentName
+    want: Want
+    blocks: tuple[BlockArray, ...] | None
+    state: _ClaimState = _ClaimState.WAITING
+    lease_end: float = 0.0
+    # Set when the receiver or its engine is gone while a WRITE is posted: the
+    # outcome of the WRITE is then nobody's concern but its end still is.
+    abandoned: bool = False
+    cancel_requested: bool = False
+
+
+@dataclass
+class _Handoff:
+    transfer_id: TransferId
+    stage: _Stage
+    opened_at: float
+    deadline: float
+    receivers: int | None = None
+    offer: Offer | None = None
+    offered_at: float = 0.0
+    ended: int = 0
+    released: bool = False
+    withdrawn: str | None = None
+    claims: dict[RegistrationId, _Claim] = field(default_factory=dict)
+    tokens: int = 0
+    size: TransferSize = field(default_factory=TransferSize)
+    aliases: tuple[TransferId, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    peer: AgentName
+    answer: Finished | Refused | Cancelled
+
+
+class SenderTable:
+    """All hand-offs that this rank may have to serve.
+
+    Args:
+        lease: seconds for which computed KV is kept without a sign of life from
+            the decode side, and for which an early claim waits for its prefill
+            request to arrive.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, lease: float, block_size: int) -> None:
+        self._lease = lease
+        self._block_size = block_size
+        self._handoffs: dict[TransferId, _Handoff] = {}
+        self._alias: dict[TransferId, TransferId] = {}
+        self._claims: dict[RegistrationId, TransferId] = {}
+        self._outcomes: History[RegistrationId, _Outcome] = History(HISTORY)
+        self._closed: History[TransferId, str] = History(HISTORY)
+
+    # ---- what the scheduler side says
+
+    def expect(
+        self,
+        transfer_id: TransferId,
+        receivers: int | None,
+        aliases: Iterable[TransferId],
+        now: float,
+    ) -> None:
+        """A prefill request for ``transfer_id`` is in this engine."""
+        handoff = self._open(transfer_id, now)
+        if handoff.stage is _Stage.AWAITED:
+            handoff.stage = _Stage.EXPECTED
+        handoff.receivers = receivers
+        fresh = tuple(
+            alias
+            for alias in aliases
+            if alias != transfer_id and alias not in self._alias
+        )
+        handoff.aliases += fresh
+        for alias in fresh:
+            self._alias[alias] = transfer_id
+            early = self._handoffs.pop(alias, None)
+            if early is not None:
+                for claim in early.claims.values():
+                    handoff.claims[claim.registration_id] = claim
+                    self._claims[claim.registration_id] = transfer_id
+                handoff.ended += early.ended
+                handoff.released |= early.released
+
+    def offer(self, offer: Offer, now: float) -> list[Action]:
+        """The prompt's KV is computed and pinned."""
+        handoff = self._open(offer.transfer_id, now)
+        handoff.stage = _Stage.OFFERED
+        handoff.offer = offer
+        handoff.offered_at = now
+        handoff.deadline = now + self._lease
+        actions: list[Action] = []
+        for claim in list(handoff.claims.values()):
+            actions += self._serve(handoff, claim, now)
+        actions += self._close_if_over(handoff, now)
+        return actions
+
+    def withdraw(
+        self, transfer_id: TransferId, reason: str, now: float
+    ) -> list[Action]:
+        """The prefill request has ended without, or in spite of, an offer."""
+        handoff = self._find(transfer_id)
+        if handoff is None:
+            self._closed.put(transfer_id, reason)
+            return []
+        handoff.withdrawn = reason
+        actions: list[Action] = []
+        for claim in list(handoff.claims.values()):
+            if claim.state is not _ClaimState.WRITING:
+                actions += self._end(handoff, claim, self._refuse(claim, reason))
+        actions += self._close_if_over(handoff, now)
+        return actions
+
+    # ---- what decode engines say
+
+    def register(self, peer: AgentName, msg: Register, now: float) -> list[Action]:
+        """D has reserved blocks to be written."""
+        try:
+            blocks = tuple(unpack_blocks(group) for group in msg.blocks)
+        except WireError as error:
+            return [Send(peer, Refused(msg.registration_id, str(error)))]
+        return self._claim(
+            peer, msg.transfer_id, msg.registration_id, msg.want, blocks, now
+        )
+
+    def lease_request(
+        self, peer: AgentName, msg: LeaseRequest, now: float
+    ) -> list[Action]:
+        """D wants to read."""
+        return self._claim(
+            peer, msg.transfer_id, msg.registration_id, msg.want, None, now
+        )
+
+    def cancel(
+        self,
+        peer: AgentName,
+        registration_id: RegistrationId,
+        transfer_id: TransferId,
+        now: float,
+    ) -> list[Action]:
+        """D wants its blocks back; it is told when nothing writes there any more."""
+        found = self._find_claim(peer, registration_id)
+        if found is None:
+            if self._outcomes.get(registration_id) is not None:
+                return [Send(peer, Cancelled(registration_id))]
+            # The cancellation has overtaken its registration, which must be
+            # refused when it comes.
+            answer = Cancelled(registration_id)
+            self._outcomes.put(registration_id, _Outcome(peer, answer))
+            return [Send(peer, answer), *self.not_needed(transfer_id, 1, now)]
+        handoff, claim = found
+        if claim.state is _ClaimState.WRITING:
+            claim.cancel_requested = True
+            return []
+        actions = self._end(handoff, claim, Cancelled(registration_id))
+        return actions + self._close_if_over(handoff, now)
+
+    def not_needed(
+        self, transfer_id: TransferId, receivers: int, now: float
+    ) -> list[Action]:
+        """``receivers`` decode requests (0: all of them) will not ask for it."""
+        handoff = self._find(transfer_id)
+        if handoff is None:
+            if self._closed.get(transfer_id) is not None:
+                return []
+            handoff = self._open(transfer_id, now)
+        handoff.ended += receivers
+        handoff.released |= receivers == 0
+        return self._close_if_over(handoff, now)
+
+    def renew(self, transfer_ids: Iterable[TransferId], now: float) -> None:
+        """Decode requests still wait to ask for these."""
+        for transfer_id in transfer_ids:
+            handoff = self._find(transfer_id)
+            if handoff is not None and handoff.stage is not _Stage.AWAITED:
+                handoff.deadline = max(handoff.deadline, now + self._lease)
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        """D's READ has ended. It counts only if the blocks were still leased."""
+        found = self._find_claim(peer, msg.registration_id)
+        if found is None:
+            outcome = self._outcomes.get(msg.registration_id)
+            read = outcome is not None and isinstance(outcome.answer, Finished)
+            return [Send(peer, ReadConfirmed(msg.registration_id, read))]
+        handoff, claim = found
+        valid = (
+            claim.state is _ClaimState.LEASED
+            and handoff.offer is not None
+            and handoff.offer.generation == msg.generation
+            and now <= claim.lease_end
+            and msg.ok
+        )
+        if valid:
+            handoff.tokens += claim.want.num_tokens
+        answer = (
+            Finished(msg.registration_id)
+            if valid
+            else Refused(msg.registration_id, "the READ failed or outlived its lease")
+        )
+        actions: list[Action] = [Send(peer, ReadConfirmed(msg.registration_id, valid))]
+        self._end(handoff, claim, answer)
+        return actions + self._close_if_over(handoff, now)
+
+    # ---- what the transport says
+
+    def written(
+        self,
+        registration_id: RegistrationId,
+        size: TransferSize,
+        failure: str | None,
+        now: float,
+    ) -> list[Action]:
+        """All WRITEs for a claim have ended, successfully where no failure is given."""
+        transfer_id = self._claims.get(registration_id)
+        if transfer_id is None:
+            return []
+        handoff = self._handoffs[transfer_id]
+        claim = handoff.claims[registration_id]
+        handoff.size += size
+        answer: Finished | Refused | Cancelled
+        if failure is not None:
+            answer = Refused(registration_id, failure)
+        elif claim.cancel_requested:
+            answer = Cancelled(registration_id)
+        else:
+            answer = Finished(registration_id)
+            handoff.tokens += claim.want.num_tokens
+        quiet = claim.abandoned or isinstance(answer, Finished)
+        actions = self._end(handoff, claim, answer)
+        if quiet:
+            # The last piece carried the news itself, or nobody listens.
+            actions = []
+        return actions + self._close_if_over(handoff, now)
+
+    def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
+        """The engine behind ``peer`` is gone; nothing can be sent to it."""
+        actions: list[Action] = []
+        for handoff in list(self._handoffs.values()):
+            for claim in list(handoff.claims.values()):
+                if claim.peer != peer:
+                    continue
+                if claim.state is _ClaimState.WRITING:
+                    claim.abandoned = True
+                    continue
+                answer = Refused(claim.registration_id, "the decode engine was lost")
+                self._end(handoff, claim, answer)
+            actions += self._close_if_over(handoff, now)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Act on what has run out of time."""
+        actions: list[Action] = []
+        for handoff in list(self._handoffs.values()):
+            for claim in list(handoff.claims.values()):
+                if claim.state is _ClaimState.LEASED and now > claim.lease_end:
+                    self._end(
+                        handoff,
+                        claim,
+                        Refused(claim.registration_id, "the lease has ended"),
+                    )
+            if now > handoff.deadline and not handoff.claims:
+                if handoff.stage is _Stage.OFFERED:
+                    actions += self._close(handoff, CloseReason.EXPIRED, now)
+                elif handoff.stage is _Stage.AWAITED:
+                    self._forget(handoff, "no prefill request came for it")
+            elif handoff.stage is _Stage.AWAITED and now > handoff.deadline:
+                reason = (
+                    f"no prefill request with transfer_id {handoff.transfer_id} "
+                    f"arrived within {self._lease:g} s"
+                )
+                for claim in list(handoff.claims.values()):
+                    actions += self._end(handoff, claim, self._refuse(claim, reason))
+                self._forget(handoff, reason)
+            else:
+                actions += self._close_if_over(handoff, now)
+        return actions
+
+    # ---- what the shell asks
+
+    def sizes(self) -> dict[str, int]:
+        """Entries per table; all zero when nothing is under way."""
+        return {
+            "sender_handoffs": len(self._handoffs),
+            "sender_claims": len(self._claims),
+        }
+
+    def peers(self) -> set[AgentName]:
+        """Agents that hold a claim."""
+        return {
+            claim.peer
+            for handoff in self._handoffs.values()
+            for claim in handoff.claims.values()
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message about a hand-off may come at any moment."""
+        return bool(self._handoffs)
+
+    # ---- internals
+
+    def _open(self, transfer_id: TransferId, now: float) -> _Handoff:
+        handoff = self._find(transfer_id)
+        if handoff is None:
+            handoff = _Handoff(
+                transfer_id, _Stage.AWAITED, opened_at=now, deadline=now + self._lease
+            )
+            self._handoffs[transfer_id] = handoff
+        return handoff
+
+    def _find(self, transfer_id: TransferId) -> _Handoff | None:
+        return self._handoffs.get(self._alias.get(transfer_id, transfer_id))
+
+    def _find_claim(
+        self, peer: AgentName, registration_id: RegistrationId
+    ) -> tuple[_Handoff, _Claim] | None:
+        transfer_id = self._claims.get(registration_id)
+        if transfer_id is None:
+            return None
+        handoff = self._handoffs[transfer_id]
+        claim = handoff.claims[registration_id]
+        return (handoff, claim) if claim.peer == peer else None
+
+    def _claim(
+        self,
+        peer: AgentName,
+        transfer_id: TransferId,
+        registration_id: RegistrationId,
+        want: Want,
+        blocks: tuple[BlockArray, ...] | None,
+        now: float,
+    ) -> list[Action]:
+        outcome = self._outcomes.get(registration_id)
+        if outcome is not None:
+            return [Send(peer, outcome.answer)] if outcome.peer == peer else []
+        if registration_id in self._claims:
+            found = self._find_claim(peer, registration_id)
+            if found is None:
+                return []
+            _, known = found
+            if known.state is _ClaimState.LEASED:
+                return [self._grant(*found, now)]
+            return [Send(peer, Accepted(registration_id))]
+        claim = _Claim(registration_id, peer, want, blocks)
+        handoff = self._find(transfer_id)
+        if handoff is None:
+            reason = self._closed.get(transfer_id)
+            if reason is not None:
+                return [Send(peer, self._refuse(claim, reason))]
+            handoff = self._open(transfer_id, now)
+        if handoff.withdrawn is not None:
+            return [Send(peer, self._refuse(claim, handoff.withdrawn))]
+        if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
+            return [Send(peer, self._refuse(claim, "too many receivers"))]
+        handoff.claims[registration_id] = claim
+        self._claims[registration_id] = handoff.transfer_id
+        if handoff.stage is not _Stage.OFFERED:
+            return [Send(peer, Accepted(registration_id))]
+        actions = self._serve(handoff, claim, now)
+        return actions + self._close_if_over(handoff, now)
+
+    def _serve(self, handoff: _Handoff, claim: _Claim, now: float) -> list[Action]:
+        offer = handoff.offer
+        assert offer is not None
+        reason = self._unfit(offer, claim)
+        if reason is not None:
+            return self._end(handoff, claim, self._refuse(claim, reason))
+        if claim.blocks is None:
+            claim.state = _ClaimState.LEASED
+            return [self._grant(handoff, claim, now)]
+        claim.state = _ClaimState.WRITING
+        return [
+            StartWrite(
+                claim.peer, claim.registration_id, offer, claim.want, claim.blocks
+            )
+        ]
+
+    def _grant(self, handoff: _Handoff, claim: _Claim, now: float) -> Send:
+        offer = handoff.offer
+        assert offer is not None
+        claim.lease_end = now + self._lease
+        first, count = self._positions(claim.want)
+        return Send(
+            claim.peer,
+            LeaseGranted(
+                claim.registration_id,
+                offer.generation,
+                self._lease,
+                tuple(pack_blocks(g[first : first + count]) for g in offer.blocks),
+            ),
+        )
+
+    def _positions(self, want: Want) -> tuple[int, int]:
+        first = want.first_token // self._block_size
+        end = -(-(want.first_token + want.num_tokens) // self._block_size)
+        return first, end - first
+
+    def _unfit(self, offer: Offer, claim: _Claim) -> str | None:
+        want = claim.want
+        if want.prompt_tokens != offer.prompt_tokens:
+            return (
+                f"the decode prompt has {want.prompt_tokens} tokens, "
+                f"the prefill prompt {offer.prompt_tokens}"
+            )
+        if want.digest and offer.digest and want.digest != offer.digest:
+            return "the prompts of the two legs differ"
+        if (
+            want.first_token < 0
+            or want.num_tokens < 1
+            or want.first_token % self._block_size
+            or want.first_token + want.num_tokens > offer.prompt_tokens
+        ):
+            return (
+                f"tokens {want.first_token}+{want.num_tokens} are no block-aligned "
+                f"part of a prompt of {offer.prompt_tokens}"
+            )
+        if claim.blocks is not None:
+            _, count = self._positions(want)
+            sizes = [len(group) for group in claim.blocks]
+            if sizes != [count] * len(offer.blocks):
+                return f"{sizes} blocks registered, {count} per group needed"
+        return None
+
+    @staticmethod
+    def _refuse(claim: _Claim, reason: str) -> Refused:
+        return Refused(claim.registration_id, reason)
+
+    def _end(
+        self,
+        handoff: _Handoff,
+        claim: _Claim,
+        answer: Finished | Refused | Cancelled,
+    ) -> list[Action]:
+        """End a claim; returns the answer to its receiver."""
+        del handoff.claims[claim.registration_id]
+        del self._claims[claim.registration_id]
+        self._outcomes.put(claim.registration_id, _Outcome(claim.peer, answer))
+        handoff.ended += 1
+        return [Send(claim.peer, answer)]
+
+    def _close_if_over(self, handoff: _Handoff, now: float) -> list[Action]:
+        if handoff.claims or handoff.transfer_id not in self._handoffs:
+            return []
+        if handoff.withdrawn is not None:
+            return self._close(handoff, CloseReason.WITHDRAWN, now)
+        if handoff.stage is not _Stage.OFFERED:
+            return []
+        if handoff.released or handoff.ended >= (handoff.receivers or 1):
+            return self._close(handoff, CloseReason.SERVED, now)
+        return []
+
+    def _close(
+        self, handoff: _Handoff, reason: CloseReason, now: float
+    ) -> list[Action]:
+        text = {
+            CloseReason.SERVED: (
+                "all announced receivers are served; a router that sends n > 1 "
+                "must set num_receivers"
+            ),
+            CloseReason.EXPIRED: (
+                f"the KV was kept for {self._lease:g} s (kv_lease_duration) and "
+                "then released"
+            ),
+            CloseReason.WITHDRAWN: handoff.withdrawn or "withdrawn",
+        }[reason]
+        self._forget(handoff, text)
+        if handoff.offer is None:
+            return []
+        return [
+            Report(
+                SenderClosed(
+                    handoff.transfer_id,
+                    handoff.offer.generation,
+                    reason,
+                    handoff.tokens,
+                    handoff.size,
+                    now - handoff.offered_at,
+                )
+            )
+        ]
+
+    def _forget(self, handoff: _Handoff, reason: str) -> None:
+        del self._handoffs[handoff.transfer_id]
+        self._closed.put(handoff.transfer_id, reason)
+        for alias in handoff.aliases:
+            del self._alias[alias]
+            self._closed.put(alias, reason)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the KV of a block lies: cache tensors described as regions of pages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .wire import RegionInfo
+
+
+class LayoutError(ValueError):
+    """A cache tensor whose blocks cannot be moved as contiguous pages."""
+
+
+@dataclass(frozen=True)
+class MemoryRange:
+    """``length`` bytes at ``address``, to be registered with NIXL."""
+
+    address: int
+    length: int
+    device_id: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The regions of one worker and the memory that they lie in."""
+
+    regions: tuple[RegionInfo, ...]
+    ranges: tuple[MemoryRange, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(region.page_bytes for region in self.regions)
+
+
+def describe(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    num_blocks: int,
+    group_of_layer: Mapping[str, int],
+) -> CacheLayout:
+    """Describe registered cache tensors.
+
+    Args:
+        kv_caches: the tensor of each layer, its first dimension counting kernel
+            blocks (one or more per block of the block table).
+        num_blocks: blocks that the block tables count.
+        group_of_layer: KV cache group of each layer; layers that are absent are
+            not transferred.
+
+    Raises:
+        LayoutError: a layer's blocks are not contiguous pages.
+    """
+    regions: list[RegionInfo] = []
+    seen: dict[int, str] = {}
+    extents: list[MemoryRange] = []
+    for layer, cache in kv_caches.items():
+        if layer not in group_of_layer:
+            continue
+        if not isinstance(cache, torch.Tensor):
+            raise LayoutError(
+                f"layer {layer!r} has {len(cache)} cache tensors; only attention "
+                "layers with one tensor each can be transferred"
+            )
+        address = cache.data_ptr()
+        if address in seen:
+            # Layers that share a cache move once; both sides list the same one.
+            continue
+        seen[address] = layer
+        region = _region(layer, cache, num_blocks, group_of_layer[layer])
+        regions.append(region)
+        extents.append(
+            MemoryRange(address, region.stride * num_blocks, region.device_id)
+        )
+    if not regions:
+        raise LayoutError("no layer has a KV cache to transfer")
+    return CacheLayout(tuple(regions), _merge(extents))
+
+
+def _region(layer: str, cache: torch.Tensor, num_blocks: int, group: int) -> RegionInfo:
+    kernel_blocks = cache.shape[0]
+    if num_blocks < 1 or kernel_blocks % num_blocks:
+        raise LayoutError(
+            f"layer {layer!r} has {kernel_blocks} kernel blocks, no multiple of the "
+            f"{num_blocks} blocks of the block table"
+        )
+    item = cache.element_size()
+    stride = cache.stride(0) * item
+    page = cache[0]
+    page_bytes = page.numel() * item
+    span = item * (
+        1 + sum((n - 1) * s for n, s in zip(page.shape, page.stride(), strict=True))
+    )
+    if span != page_bytes:
+        raise LayoutError(
+            f"layer {layer!r} of shape {tuple(cache.shape)} and strides "
+            f"{cache.stride()} does not keep a block in one piece; use a KV cache "
+            "layout with the block dimension before heads and tokens (LBHNC, LBNHC)"
+        )
+    ratio = kernel_blocks // num_blocks
+    if ratio > 1 and stride != page_bytes:
+        raise LayoutError(
+            f"layer {layer!r} splits a block into {ratio} kernel blocks that are "
+            f"{stride} bytes apart but {page_bytes} bytes long"
+        )
+    return RegionInfo(
+        layer=layer,
+        group=group,
+        address=cache.data_ptr(),
+        page_bytes=page_bytes * ratio,
+        stride=stride * ratio,
+        num_blocks=num_blocks,
+        device_id=max(cache.get_device(), 0),
+    )
+
+
+def _merge(extents: Sequence[MemoryRange]) -> tuple[MemoryRange, ...]:
+    merged: list[MemoryRange] = []
+    for extent in sorted(extents, key=lambda e: (e.device_id, e.address)):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.device_id == extent.device_id
+            and extent.address <= last.address + last.length
+        ):
+            end = max(last.address + last.length, extent.address + extent.length)
+            merged[-1] = MemoryRange(last.address, end - last.address, last.device_id)
+        else:
+            merged.append(extent)
+    return tuple(merged)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_transfer_params``: what a router says to an engine, and back.
+
+The dict comes from a client's request body, so nothing in it is trusted: it is
+parsed once into one of two typed values or refused with a reason.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .ids import EngineId, Mode, RequestId, TransferId
+
+MAX_ID_CHARS = 256
+MAX_RECEIVERS = 4096
+MAX_RANKS = 4096
+
+
+class ParamsError(ValueError):
+    """``kv_transfer_params`` that cannot be used; the text says which field."""
+
+
+@dataclass(frozen=True)
+class PrefillParams:
+    """The prefill leg: compute the prompt and hand its KV off.
+
+    Attributes:
+        transfer_id: the router's name for this dispatch, if it gave one.
+        num_receivers: how many decode requests will ask for the KV, if known.
+    """
+
+    transfer_id: TransferId | None
+    num_receivers: int | None
+
+
+@dataclass(frozen=True)
+class PrefillAddress:
+    """Where a prefill engine's side channel listens and how many ranks it has."""
+
+    host: str
+    port: int
+    engine_id: EngineId | None = None
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+@dataclass(frozen=True)
+class DecodeParams:
+    """The decode leg: obtain the prompt's KV from ``address``.
+
+    Attributes:
+        transfer_id: the router's name for this dispatch, if it gave one.
+        remote_request_id: the prefill engine's own id, where the router relays it.
+        address: the prefill engine.
+    """
+
+    transfer_id: TransferId | None
+    remote_request_id: RequestId | None
+    address: PrefillAddress
+
+
+def _error(key: str, value: object, expected: str) -> ParamsError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return ParamsError(f"kv_transfer_params[{key!r}] is {shown}, expected {expected}")
+
+
+def _flag(params: Mapping[str, Any], key: str) -> bool:
+    value = params.get(key)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise _error(key, value, "true or false")
+    return value
+
+
+def _optional_id(params: Mapping[str, Any], key: str) -> str | None:
+    value = params.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
+        raise _error(key, value, f"a string of 1 to {MAX_ID_CHARS} characters")
+    return value
+
+
+def _bounded(params: Mapping[str, Any], key: str, limit: int) -> int | None:
+    value = params.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+        raise _error(key, value, f"an integer from 1 to {limit}")
+    return value
+
+
+def _transfer_id(params: Mapping[str, Any]) -> TransferId | None:
+    value = _optional_id(params, "transfer_id")
+    return None if value is None else TransferId(value)
+
+
+def parse_params(params: object) -> PrefillParams | DecodeParams | None:
+    """Read the params of one request.
+
+    Returns:
+        ``None`` where they ask for no hand-off.
+
+    Raises:
+        ParamsError: the dict asks for a hand-off that cannot be done.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, Mapping):
+        raise ParamsError(
+            f"kv_transfer_params is a {type(params).__name__}, expected an object"
+        )
+    prefill = _flag(params, "do_remote_decode")
+    decode = _flag(params, "do_remote_prefill")
+    if prefill and decode:
+        raise ParamsError(
+            "kv_transfer_params sets do_remote_decode and do_remote_prefill both; "
+            "a request is one leg of a hand-off, not both"
+        )
+    if prefill:
+        return PrefillParams(
+            transfer_id=_transfer_id(params),
+            num_receivers=_bounded(params, "num_receivers", MAX_RECEIVERS),
+        )
+    if decode:
+        return _parse_decode(params)
+    return None
+
+
+def _parse_decode(params: Mapping[str, Any]) -> DecodeParams:
+    host = _optional_id(params, "remote_host")
+    port = _bounded(params, "remote_port", 65535)
+    if host is None or port is None:
+        key = "remote_host" if host is None else "remote_port"
+        raise _error(key, None, "the address of the prefill engine's side channel")
+    engine_id = _optional_id(params, "remote_engine_id")
+    request_id = _optional_id(params, "remote_request_id")
+    return DecodeParams(
+        transfer_id=_transfer_id(params),
+        remote_request_id=None if request_id is None else RequestId(request_id),
+        address=PrefillAddress(
+            host=host,
+            port=port,
+            engine_id=None if engine_id is None else EngineId(engine_id),
+            tp_size=_bounded(params, "tp_size", MAX_RANKS) or 1,
+            pp_size=_bounded(params, "pp_size", MAX_RANKS) or 1,
+        ),
+    )
+
+
+def prefill_result(
+    *,
+    mode: Mode,
+    transfer_id: TransferId,
+    request_id: RequestId,
+    address: PrefillAddress,
+    block_ids: tuple[list[int], ...],
+    num_tokens: int,
+) -> dict[str, Any]:
+    """What a finished prefill leg returns, for the router to relay to D.
+
+    ``block_ids`` are for routers that look at them; a decode engine asks the
+    prefill engine for its blocks and does not take them from here.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": address.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": address.host,
+        "remote_port": address.port,
+        "tp_size": address.tp_size,
+        "dcp_size": 1,
+        "pp_size": address.pp_size,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": mode.value,
+    }
+
+
+def external_id(request_id: str, suffix_appended: bool) -> TransferId:
+    """The id by which a request is known outside this engine.
+
+    The engine appends ``-`` and eight hexadecimal digits to what the front end
+    named a request, unless told not to; both legs of a router that sends one
+    ``X-Request-Id`` to both therefore share what precedes them.
+    """
+    if suffix_appended and len(request_id) > 9 and request_id[-9] == "-":
+        return TransferId(request_id[:-9])
+    return TransferId(request_id)

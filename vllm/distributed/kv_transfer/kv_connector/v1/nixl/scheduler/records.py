@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the latest hand-offs, for people, tools and tests."""
+
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+
+from ..ids import RequestId, TransferId
+
+KEPT = 1024
+
+
+@dataclass(frozen=True)
+class HandoffRecord:
+    """One side's view of a finished hand-off.
+
+    Attributes:
+        role: ``sender`` (prefill) or ``receiver`` (decode).
+        outcome: ``served``, ``expired``, ``withdrawn``; ``received``, ``failed``,
+            ``aborted``, ``not_needed``.
+        cause: why it failed, if it did.
+        tokens, bytes, descriptors: what was moved.
+        seconds: sender: from the end of prefill to the release of the blocks;
+            receiver: from registration to the last byte.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    role: str
+    outcome: str
+    cause: str = ""
+    tokens: int = 0
+    bytes: int = 0
+    descriptors: int = 0
+    seconds: float = 0.0
+
+
+class Records:
+    """A bounded history with totals. Written on the engine thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[HandoffRecord] = deque(maxlen=KEPT)
+        self._totals: Counter[str] = Counter()
+
+    def add(self, record: HandoffRecord) -> None:
+        """Keep one more."""
+        self._kept.append(record)
+        self._totals[f"{record.role}_{record.outcome}"] += 1
+        self._totals[f"{record.role}_tokens"] += record.tokens
+        self._totals[f"{record.role}_bytes"] += record.bytes
+
+    def count(self, name: str) -> None:
+        """Count something that is no hand-off."""
+        self._totals[name] += 1
+
+    def latest(self) -> list[dict[str, object]]:
+        """The kept ones, oldest first."""
+        return [asdict(record) for record in self._kept.copy()]
+
+    def totals(self) -> dict[str, int]:
+        """Counts by role and outcome, and sums of tokens and bytes."""
+        return dict(self._totals)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel: a ZMQ socket on which an engine tells who its workers are.
+
+The server runs in the scheduler process. :class:`HandshakeClient` is for the
+transfer thread and never waits; :func:`query` is for tools and does.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from vllm.logger import init_logger
+
+from .wire import (
+    PROTOCOL_VERSION,
+    GetHandoffs,
+    GetIntegrity,
+    GetRanks,
+    RankInfo,
+    Ranks,
+    Report,
+    SideChannelError,
+    SideChannelReply,
+    SideChannelRequest,
+    WireError,
+    decode_rank,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+logger = init_logger(__name__)
+
+Address = tuple[str, int]
+"""Host and port of a side channel."""
+
+MAX_REQUEST_BYTES = 64 << 10
+_POLL_MS = 250
+
+
+class SideChannelFailure(RuntimeError):
+    """An exchange over the side channel that brought no usable answer."""
+
+
+def endpoint(address: Address) -> str:
+    """The ZMQ endpoint of an address; names are resolved, IPv4 first.
+
+    Raises:
+        SideChannelFailure: the name cannot be resolved.
+    """
+    host, port = address
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SideChannelFailure(f"cannot resolve host {host!r}: {error}") from error
+    family, *_, sockaddr = min(found, key=lambda item: item[0] != socket.AF_INET)
+    ip = str(sockaddr[0])
+    return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
+
+
+class SideChannelServer:
+    """Answers handshakes and queries until it is closed.
+
+    Args:
+        address: where to listen; the host decides the interface.
+        ranks: encoded :class:`RankInfo` of every worker.
+        integrity, handoffs: produce the JSON documents of the queries; they are
+            called on the server's thread.
+
+    Raises:
+        SideChannelFailure: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        ranks: Sequence[bytes],
+        integrity: Callable[[], object],
+        handoffs: Callable[[], object],
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._integrity = integrity
+        self._handoffs = handoffs
+        self._stop = threading.Event()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        try:
+            self._socket.bind(endpoint(address))
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise SideChannelFailure(
+                f"cannot listen on {address[0]}:{address[1]} ({error}); set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT to an "
+                "address of this host and a free port"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._serve, name="nixl-side-channel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; returns when the thread has ended."""
+        self._stop.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._socket as sock:
+            while not self._stop.is_set():
+                try:
+                    if not sock.poll(_POLL_MS):
+                        continue
+                    *route, payload = sock.recv_multipart(zmq.NOBLOCK)
+                    sock.send_multipart(
+                        [*route, encode(self._answer(payload))], zmq.NOBLOCK
+                    )
+                except zmq.ZMQError as error:
+                    # The asker went away, or sent a frame over the limit.
+                    logger.debug("side channel: %s", error)
+
+    def _answer(self, payload: bytes) -> SideChannelReply:
+        try:
+            request = decode_request(payload)
+            match request:
+                case GetRanks():
+                    if request.protocol != PROTOCOL_VERSION:
+                        return SideChannelError(
+                            f"protocol differs (local {PROTOCOL_VERSION}, "
+                            f"remote {request.protocol})"
+                        )
+                    return Ranks(self._ranks)
+                case GetIntegrity():
+                    return Report(msgspec.json.encode(self._integrity()))
+                case GetHandoffs():
+                    return Report(msgspec.json.encode(self._handoffs()))
+        except WireError as error:
+            return SideChannelError(str(error))
+        except Exception as error:
+            # Whatever is asked, the next one must get an answer too.
+            logger.exception("side channel: a request failed")
+            return SideChannelError(f"{type(error).__name__}: {error}")
+
+
+def query(
+    address: Address, request: SideChannelRequest, timeout: float
+) -> SideChannelReply:
+    """Ask once and wait up to ``timeout`` seconds.
+
+    Raises:
+        SideChannelFailure: no answer, or an error as the answer.
+    """
+    sock: zmq.Socket[bytes]
+    with zmq.Context.instance().socket(zmq.REQ) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.connect(endpoint(address))
+        sock.send(encode(request))
+        if not sock.poll(int(timeout * 1000)):
+            raise SideChannelFailure(
+                f"{address[0]}:{address[1]} did not answer within {timeout:g} s"
+            )
+        return _usable(sock.recv())
+
+
+def _usable(payload: bytes) -> SideChannelReply:
+    try:
+        reply = decode_reply(payload)
+    except WireError as error:
+        raise SideChannelFailure(str(error)) from error
+    if isinstance(reply, SideChannelError):
+        raise SideChannelFailure(reply.reason)
+    return reply
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """The end of one handshake: the peer's workers, or why there are none."""
+
+    address: Address
+    ranks: tuple[RankInfo, ...] = ()
+    failure: str | None = None
+
+
+class HandshakeClient:
+    """Handshakes in progress with any number of engines; no call waits."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._open: dict[Address, tuple[zmq.Socket[bytes], float]] = {}
+        self._failed: list[Handshake] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self._open or self._failed)
+
+    def start(self, address: Address, now: float) -> None:
+        """Ask ``address`` for its workers, unless that is under way."""
+        if address in self._open:
+            return
+        sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        try:
+            sock.connect(endpoint(address))
+            sock.send_multipart([b"", encode(GetRanks(PROTOCOL_VERSION))], zmq.NOBLOCK)
+        except (SideChannelFailure, zmq.ZMQError) as error:
+            sock.close()
+            self._failed.append(Handshake(address, failure=str(error)))
+            return
+        self._open[address] = (sock, now + self._timeout)
+
+    def poll(self, now: float) -> list[Handshake]:
+        """Handshakes that have ended since the last call."""
+        ended, self._failed = self._failed, []
+        for address, (sock, deadline) in list(self._open.items()):
+            try:
+                payload = sock.recv_multipart(zmq.NOBLOCK)[-1]
+            except zmq.Again:
+                if now <= deadline:
+                    continue
+                result = Handshake(
+                    address,
+                    failure=f"no answer from the side channel at {address[0]}:"
+                    f"{address[1]} within {self._timeout:g} s (handshake_timeout)",
+                )
+            else:
+                result = self._result(address, payload)
+            sock.close()
+            del self._open[address]
+            ended.append(result)
+        return ended
+
+    def close(self) -> None:
+        """Abandon what is in progress."""
+        for sock, _ in self._open.values():
+            sock.close()
+        self._open.clear()
+
+    @staticmethod
+    def _result(address: Address, payload: bytes) -> Handshake:
+        try:
+            reply = _usable(payload)
+            if not isinstance(reply, Ranks):
+                raise SideChannelFailure(f"unexpected {type(reply).__name__}")
+            ranks = tuple(decode_rank(rank) for rank in reply.ranks)
+        except (SideChannelFailure, WireError) as error:
+            return Handshake(
+                address,
+                failure=f"handshake with {address[0]}:{address[1]} failed: {error}",
+            )
+        return Handshake(address, ranks)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WRITEs and READs under way, each a sequence of bounded NIXL transfers."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .agent import Agent, AgentError, TransferState
+from .handoff.actions import TransferSize
+from .ids import AgentName, RegistrationId
+from .plan import Piece
+
+
+@dataclass(frozen=True)
+class TransferEnded:
+    """All pieces of one WRITE or READ have ended.
+
+    Attributes:
+        failure: why it failed, if so.
+        post_seconds: time spent in posting calls.
+        seconds: from the first post to the last end.
+    """
+
+    operation: str
+    peer: AgentName
+    registration_id: RegistrationId
+    size: TransferSize
+    failure: str | None
+    post_seconds: float
+    seconds: float
+
+
+@dataclass
+class _Job:
+    operation: str
+    peer: AgentName
+    registration_id: RegistrationId
+    local: Any
+    remote: Any
+    pieces: deque[tuple[Piece, bytes]]
+    handles: list[Any] = field(default_factory=list)
+    posted: TransferSize = field(default_factory=TransferSize)
+    failure: str | None = None
+    started_at: float = 0.0
+    post_seconds: float = 0.0
+
+
+class TransferPool:
+    """Posts pieces in turn and watches their handles.
+
+    Args:
+        agent: the local NIXL agent.
+        budget: seconds that one call of :meth:`advance` may spend in posting;
+            a post in progress is not interrupted.
+        window: pieces of one job that are under way at a time.
+    """
+
+    def __init__(self, agent: Agent, budget: float = 0.01, window: int = 4) -> None:
+        self._agent = agent
+        self._budget = budget
+        self._window = window
+        self._jobs: list[_Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def start(
+        self,
+        operation: str,
+        peer: AgentName,
+        registration_id: RegistrationId,
+        local: Any,
+        remote: Any,
+        pieces: list[Piece],
+        notification: Callable[[int, int, Piece], bytes],
+    ) -> None:
+        """Queue a ``WRITE`` or ``READ``.
+
+        ``notification(seq, total, piece)`` gives what travels with each piece;
+        ``total`` is 0 except with the last.
+        """
+        last = len(pieces) - 1
+        queue = deque(
+            (piece, notification(seq, len(pieces) if seq == last else 0, piece))
+            for seq, piece in enumerate(pieces)
+        )
+        self._jobs.append(_Job(operation, peer, registration_id, local, remote, queue))
+
+    def advance(self) -> Iterator[TransferEnded]:
+        """Check what is under way, post what may be; yields what has ended."""
+        deadline = time.perf_counter() + self._budget
+        ended: list[TransferEnded] = []
+        for job in list(self._jobs):
+            self._check(job)
+            self._post(job, deadline)
+            if not job.handles and not job.pieces:
+                self._jobs.remove(job)
+                ended.append(self._result(job))
+        yield from ended
+
+    def fail_peer(self, peer: AgentName, reason: str) -> None:
+        """Post nothing more for a peer; what is posted ends by itself."""
+        for job in self._jobs:
+            if job.peer == peer:
+                job.failure = job.failure or reason
+                job.pieces.clear()
+
+    def uses(self, peer: AgentName) -> bool:
+        """Whether a transfer with ``peer`` has not ended."""
+        return any(job.peer == peer for job in self._jobs)
+
+    def _check(self, job: _Job) -> None:
+        for handle in list(job.handles):
+            try:
+                state = self._agent.check(handle)
+                failure = "NIXL reports a failed transfer"
+            except AgentError as error:
+                state, failure = TransferState.FAILED, str(error)
+            if state is TransferState.RUNNING:
+                continue
+            job.handles.remove(handle)
+            self._agent.release(handle)
+            if state is TransferState.FAILED:
+                self._fail(job, failure)
+
+    def _post(self, job: _Job, deadline: float) -> None:
+        while job.pieces and len(job.handles) < self._window:
+            now = time.perf_counter()
+            if now > deadline:
+                return
+            job.started_at = job.started_at or now
+            piece, notification = job.pieces.popleft()
+            try:
+                handle, state = self._agent.post(
+                    job.operation,
+                    job.local,
+                    piece.local,
+                    job.remote,
+                    piece.remote,
+                    notification,
+                )
+            except AgentError as error:
+                self._fail(job, str(error))
+                return
+            finally:
+                job.post_seconds += time.perf_counter() - now
+            job.posted += TransferSize(piece.bytes, piece.descriptors)
+            if state is TransferState.RUNNING:
+                job.handles.append(handle)
+                continue
+            self._agent.release(handle)
+            if state is TransferState.FAILED:
+                self._fail(job, "NIXL reports a failed transfer")
+                return
+
+    @staticmethod
+    def _fail(job: _Job, reason: str) -> None:
+        job.failure = job.failure or f"{job.operation} failed: {reason}"
+        job.pieces.clear()
+
+    @staticmethod
+    def _result(job: _Job) -> TransferEnded:
+        elapsed = time.perf_counter() - job.started_at if job.started_at else 0.0
+        return TransferEnded(
+            job.operation,
+            job.peer,
+            job.registration_id,
+            job.posted if job.failure is None else TransferSize(),
+            job.failure,
+            job.post_seconds,
+            elapsed,
+        )

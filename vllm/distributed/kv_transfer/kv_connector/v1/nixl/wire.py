@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between engines: NIXL notifications and the side channel.
+
+Every message is a tagged msgpack array. The receiver knows the sender of a
+notification from NIXL; a notification carries the sender's :class:`RankInfo`
+until the receiver has acknowledged it, so that order does not matter.
+"""
+
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .ids import AgentName, EngineId, RegistrationId, TransferId
+
+PROTOCOL_VERSION = 1
+
+MAX_PACKET_BYTES = 16 << 20
+"""Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
+
+BlockArray: TypeAlias = npt.NDArray[np.int32]
+
+
+class WireError(ValueError):
+    """Bytes that are not a message of this protocol version."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's cache: ``num_blocks`` pages of ``page_bytes``, evenly spaced.
+
+    Addresses and sizes are in bytes; ``group`` indexes the KV cache group whose
+    block table addresses the pages.
+    """
+
+    layer: str
+    group: int
+    address: int
+    page_bytes: int
+    stride: int
+    num_blocks: int
+    device_id: int
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What identifies a process on its host, to tell later whether it is gone."""
+
+    boot_id: str
+    pid: int
+    start_ticks: int
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """All that a peer must know of one worker rank.
+
+    ``compat`` holds the facts that must be equal on both sides, by the name
+    under which a refusal reports them; ``layout`` those that must be equal even
+    where compatibility is not enforced.
+    """
+
+    protocol: int
+    engine_id: EngineId
+    agent_name: AgentName
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    block_size: int
+    mem_type: str
+    agent_metadata: bytes
+    regions: tuple[RegionInfo, ...]
+    compat: dict[str, str]
+    layout: dict[str, str]
+    process: ProcessInfo
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a prompt's KV that a decode rank lacks.
+
+    ``digest`` names the prompt's token ids (empty where there are none, as with
+    prompt embeddings); positions are tokens from the start of the prompt.
+    """
+
+    prompt_tokens: int
+    first_token: int
+    num_tokens: int
+    digest: bytes
+
+
+class HelloAck(_Message, frozen=True, tag="hello_ack"):
+    """The sender's RankInfo has arrived. ``refusal`` says why it is unusable."""
+
+    refusal: str | None
+
+
+class Register(_Message, frozen=True, tag="register"):
+    """D → P (push): write ``want`` into these blocks of mine.
+
+    ``blocks`` holds, per KV cache group, little-endian int32 block ids for the
+    block positions from ``want.first_token // block_size`` on.
+    """
+
+    transfer_id: TransferId
+    registration_id: RegistrationId
+    want: Want
+    blocks: tuple[bytes, ...]
+
+
+class LeaseRequest(_Message, frozen=True, tag="lease_request"):
+    """D → P (pull): let me read ``want``."""
+
+    transfer_id: TransferId
+    registration_id: RegistrationId
+    want: Want
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    """P → D: known, and waiting for the prompt to be computed."""
+
+    registration_id: RegistrationId
+
+
+class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
+    """P → D (pull): these blocks hold it, for ``seconds`` from now on.
+
+    ``blocks`` is aligned with the request's ``want`` as in :class:`Register`.
+    """
+
+    registration_id: RegistrationId
+    generation: int
+    seconds: float
+    blocks: tuple[bytes, ...]
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """P → D (push): piece ``seq`` has landed; ``total`` is 0 until it is known.
+
+    ``bytes`` and ``descriptors`` are those of the piece.
+
+    It travels with the WRITE that it reports. Separate WRITEs have no order, so
+    the receiver counts distinct pieces up to ``total``.
+    """
+
+    registration_id: RegistrationId
+    seq: int
+    total: int
+    bytes: int
+    descriptors: int
+
+
+class Finished(_Message, frozen=True, tag="finished"):
+    """P → D (push): all pieces have landed; the answer to a repeated Register."""
+
+    registration_id: RegistrationId
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """P → D: it will not happen, and nothing of mine writes for it any more."""
+
+    registration_id: RegistrationId
+    reason: str
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """D → P: stop; I want to use the blocks for something else."""
+
+    registration_id: RegistrationId
+    transfer_id: TransferId
+
+
+class Cancelled(_Message, frozen=True, tag="cancelled"):
+    """P → D: nothing of mine writes for this registration any more."""
+
+    registration_id: RegistrationId
+
+
+class ReadDone(_Message, frozen=True, tag="read_done"):
+    """D → P (pull): my READ has ended."""
+
+    registration_id: RegistrationId
+    transfer_id: TransferId
+    generation: int
+    ok: bool
+
+
+class ReadConfirmed(_Message, frozen=True, tag="read_confirmed"):
+    """P → D (pull): whether the blocks were yours until your READ had ended."""
+
+    registration_id: RegistrationId
+    ok: bool
+
+
+class NotNeeded(_Message, frozen=True, tag="not_needed"):
+    """D → P: ``receivers`` of this hand-off will not ask; 0 stands for all."""
+
+    transfer_id: TransferId
+    receivers: int
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """D → P: requests of mine still wait to ask for these."""
+
+    transfer_ids: tuple[TransferId, ...]
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    """Are you there?"""
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    """I am."""
+
+
+class Goodbye(_Message, frozen=True, tag="goodbye"):
+    """I am shutting down and have ended all my transfers."""
+
+
+Message: TypeAlias = (
+    HelloAck
+    | Register
+    | LeaseRequest
+    | Accepted
+    | LeaseGranted
+    | Done
+    | Finished
+    | Refused
+    | Cancel
+    | Cancelled
+    | ReadDone
+    | ReadConfirmed
+    | NotNeeded
+    | Renew
+    | Ping
+    | Pong
+    | Goodbye
+)
+
+
+class Packet(msgspec.Struct, frozen=True, array_like=True):
+    """One notification."""
+
+    protocol: int
+    hello: bytes | None
+    body: Message
+
+
+class GetRanks(_Message, frozen=True, tag="get_ranks"):
+    """Side channel: who are your workers?"""
+
+    protocol: int
+
+
+class GetIntegrity(_Message, frozen=True, tag="get_integrity"):
+    """Side channel: free blocks, pins and table sizes."""
+
+
+class GetHandoffs(_Message, frozen=True, tag="get_handoffs"):
+    """Side channel: the latest finished hand-offs."""
+
+
+class Ranks(_Message, frozen=True, tag="ranks"):
+    """Answer to :class:`GetRanks`: encoded :class:`RankInfo` of each worker."""
+
+    ranks: tuple[bytes, ...]
+
+
+class Report(_Message, frozen=True, tag="report"):
+    """Answer to the queries for people and tools: a JSON document."""
+
+    json: bytes
+
+
+class SideChannelError(_Message, frozen=True, tag="error"):
+    """Answer to a request that cannot be served."""
+
+    reason: str
+
+
+SideChannelRequest: TypeAlias = GetRanks | GetIntegrity | GetHandoffs
+SideChannelReply: TypeAlias = Ranks | Report | SideChannelError
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_packet_decoder = msgspec.msgpack.Decoder(Packet)
+_rank_decoder = msgspec.msgpack.Decoder(RankInfo)
+_request_decoder = msgspec.msgpack.Decoder(SideChannelRequest)
+_reply_decoder = msgspec.msgpack.Decoder(SideChannelReply)
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """Encode any struct of this module."""
+    return _encoder.encode(value)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:
+    if len(data) > MAX_PACKET_BYTES:
+        raise WireError(f"{what} of {len(data)} bytes exceeds {MAX_PACKET_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a {what}: {error}") from error
+
+
+def decode_packet(data: bytes) -> Packet:
+    """Decode a notification.
+
+    Raises:
+        WireError: it is not one, or of another protocol version.
+    """
+    packet = _decode(_packet_decoder, data, "notification")
+    if packet.protocol != PROTOCOL_VERSION:
+        raise WireError(
+            f"notification of protocol {packet.protocol}, expected {PROTOCOL_VERSION}"
+        )
+    return packet
+
+
+def decode_rank(data: bytes) -> RankInfo:
+    """Decode a worker's description; raises :class:`WireError`."""
+    return _decode(_rank_decoder, data, "rank description")
+
+
+def decode_request(data: bytes) -> SideChannelRequest:
+    """Decode a side-channel request; raises :class:`WireError`."""
+    return _decode(_request_decoder, data, "side-channel request")
+
+
+def decode_reply(data: bytes) -> SideChannelReply:
+    """Decode a side-channel reply; raises :class:`WireError`."""
+    return _decode(_reply_decoder, data, "side-channel reply")
+
+
+def pack_blocks(blocks: npt.ArrayLike) -> bytes:
+    """Block ids as little-endian int32."""
+    return np.asarray(blocks, dtype="<i4").tobytes()
+
+
+def unpack_blocks(data: bytes) -> BlockArray:
+    """The inverse of :func:`pack_blocks`; raises :class:`WireError`."""
+    if len(data) % 4:
+        raise WireError(f"block list of {len(data)} bytes is not a list of int32")
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)

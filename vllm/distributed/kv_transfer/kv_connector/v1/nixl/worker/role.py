@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker role: registers the cache, feeds the transfer thread, drains it.
+
+Everything here runs on the forward thread and returns at once, except
+:meth:`NixlWorker.register_kv_caches`, which sets the transfer thread up.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from ..agent import Agent
+from ..commands import (
+    NixlConnectorMetadata,
+    NixlHandshakeMetadata,
+    NixlWorkerMetadata,
+    RankReport,
+)
+from ..config import ConfigError, ConnectorConfig
+from ..ids import EngineId, Mode, new_agent_name
+from ..layout import CacheLayout, describe
+from ..process import this_process
+from ..stats import NixlKVConnectorStats
+from ..transfer_loop import Facts, Fence, PendingOffer, TransferLoop
+from ..transfer_thread import TransferThread
+from ..wire import PROTOCOL_VERSION, RankInfo, encode
+from .facts import compat_facts, layout_facts
+
+logger = init_logger(__name__)
+
+_CLOSED_TEXT = "register_kv_caches has not been called, or shutdown has"
+
+
+class NixlWorker:
+    """One worker rank's side of the connector."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        engine_id: EngineId,
+        config: ConnectorConfig,
+        mode: Mode,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._engine_id = engine_id
+        self._config = config
+        self._mode = mode
+        self._tp_rank: int = get_tensor_model_parallel_rank()
+        self._pp_rank: int = get_pp_group().rank_in_group
+        self._thread: TransferThread | None = None
+        self._info: RankInfo | None = None
+        self._failed: frozenset[str] = frozenset()
+        self._reply = False
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register the caches with NIXL and start the transfer thread.
+
+        Raises:
+            LayoutError: the caches cannot be transferred as they lie.
+            AgentError: NIXL or one of its backends is not available.
+        """
+        layout = describe(
+            kv_caches,
+            self._kv_cache_config.num_blocks,
+            self._kv_cache_config.transfer_group_index_by_layer,
+        )
+        self._thread = TransferThread(lambda publish: self._make_loop(layout, publish))
+        logger.info(
+            "NIXL %s connector of engine %s: %d regions of %d blocks, %d bytes per "
+            "block, backends %s",
+            self._mode.value,
+            self._engine_id,
+            len(layout.regions),
+            self._kv_cache_config.num_blocks,
+            layout.block_bytes,
+            ", ".join(self._config.backends),
+        )
+
+    def handshake_metadata(self) -> NixlHandshakeMetadata:
+        """This rank's description, for the side channel."""
+        assert self._info is not None, _CLOSED_TEXT
+        return NixlHandshakeMetadata(encode(self._info))
+
+    def begin_step(self, metadata: NixlConnectorMetadata) -> None:
+        """Start what does not depend on this step's forward pass."""
+        self._failed = metadata.report_failed
+        self._reply = metadata.reply
+        if metadata.commands and self._thread is not None:
+            self._thread.submit(metadata.commands)
+
+    def end_forward(self, metadata: NixlConnectorMetadata) -> None:
+        """Hand over the KV that this step's forward pass has computed."""
+        if metadata.offers and self._thread is not None:
+            fence = _compute_fence()
+            self._thread.submit(
+                [PendingOffer(offer, fence) for offer in metadata.offers]
+            )
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        """Failed loads that the scheduler side has ordered to be reported."""
+        failed, self._failed = set(self._failed), frozenset()
+        return KVConnectorTransferResults(
+            finished_recving=failed, failed_recving=set(failed)
+        )
+
+    def worker_metadata(self) -> NixlWorkerMetadata | None:
+        """The facts since the last step, if there are any or an answer is due."""
+        facts = self._thread.drain() if self._thread is not None else []
+        reply, self._reply = self._reply, False
+        if not facts and not reply:
+            return None
+        if not facts:
+            return NixlWorkerMetadata()
+        return NixlWorkerMetadata(
+            [
+                RankReport(
+                    rank=self._rank,
+                    events=tuple(event for fact in facts for event in fact.events),
+                    tables=facts[-1].tables,
+                )
+            ]
+        )
+
+    def stats(self) -> NixlKVConnectorStats | None:
+        """Transfer statistics since the last call."""
+        return None if self._thread is None else self._thread.loop.stats.take()
+
+    def shutdown(self) -> None:
+        """Take leave of the peers and end the transfer thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    @property
+    def _rank(self) -> int:
+        tp_size: int = self._vllm_config.parallel_config.tensor_parallel_size
+        return self._pp_rank * tp_size + self._tp_rank
+
+    def _make_loop(
+        self, layout: CacheLayout, publish: Callable[[Facts], None]
+    ) -> TransferLoop:
+        on_cpu = current_platform.device_type == "cpu"
+        mem_type = _memory_type(self._vllm_config)
+        threads = self._config.num_threads
+        agent = Agent(
+            new_agent_name(self._engine_id, self._rank),
+            self._config.backends,
+            num_threads=(0 if on_cpu else 4) if threads is None else threads,
+            progress_thread=not on_cpu,
+        )
+        agent.register(layout.ranges, mem_type)
+        self._info = self._describe(agent, layout, mem_type)
+        return TransferLoop(
+            self._config, self._mode, agent, self._info, publish, time.monotonic
+        )
+
+    def _describe(self, agent: Agent, layout: CacheLayout, mem_type: str) -> RankInfo:
+        parallel = self._vllm_config.parallel_config
+        return RankInfo(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            agent_name=agent.name,
+            tp_rank=self._tp_rank,
+            tp_size=parallel.tensor_parallel_size,
+            pp_rank=self._pp_rank,
+            pp_size=parallel.pipeline_parallel_size,
+            block_size=self._vllm_config.cache_config.block_size,
+            mem_type=mem_type,
+            agent_metadata=agent.metadata(),
+            regions=layout.regions,
+            compat=compat_facts(self._vllm_config),
+            layout=layout_facts(self._vllm_config, self._kv_cache_config, self._mode),
+            process=this_process(),
+        )
+
+
+def _memory_type(vllm_config: VllmConfig) -> str:
+    """NIXL's name for the memory that the caches lie in.
+
+    Raises:
+        ConfigError: the platform names none.
+    """
+    declared = current_platform.get_nixl_memory_type()
+    if declared is not None:
+        return str(declared)
+    known = {"cpu": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
+    device = current_platform.device_type
+    buffer = vllm_config.kv_transfer_config.kv_buffer_device
+    if device == "cpu":
+        return "DRAM"
+    if buffer == device and device in known:
+        return known[device]
+    raise ConfigError(
+        f"kv_buffer_device is {buffer!r} on a {device!r} platform; supported is the "
+        "device's own memory"
+    )
+
+
+def _compute_fence() -> Fence:
+    """Tells when the work launched so far on the compute device has finished."""
+    if current_platform.device_type == "cpu":
+        return lambda: True
+    event = torch.Event(device=current_platform.device_type)
+    event.record()
+    return lambda: bool(event.query())
