@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs through `install`, from a fresh clone on.
+
+PYTHON ?= python3
+FORK_BUILD = PYTHONPATH=tools $(PYTHON) -m fork_build
+BIN := .venv/bin
+
+.PHONY: help install lint test test-full demo rebase-base clean check-python
+
+help:
+	@echo 'make install             .venv with the fork installed editable'
+	@echo 'make demo                push, pull and a single engine on a small real model'
+	@echo 'make test                all tests that take part in every change'
+	@echo 'make test-full           these and the slow ones'
+	@echo 'make lint                linters, types, licence headers'
+	@echo 'make rebase-base VERSION=0.33.0   pin another base version'
+	@echo 'make clean               remove .venv, the unpacked base and build products'
+
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...' >&2; \
+	  exit 1; }
+
+install: check-python
+	@$(FORK_BUILD) install --extras dev
+
+lint: install
+	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+test: install
+	@$(BIN)/python -m pytest
+
+test-full: install
+	@$(BIN)/python -m pytest -m 'full or not full'
+
+demo: check-python
+	@$(FORK_BUILD) install --extras dev,demo
+	@$(BIN)/python examples/disaggregated/disaggregated_serving/demo.py
+
+rebase-base: check-python
+	@test -n '$(VERSION)' || { \
+	  echo 'say which version: make rebase-base VERSION=0.33.0' >&2; exit 1; }
+	@$(FORK_BUILD) rebase '$(VERSION)'
+
+clean: check-python
+	@$(FORK_BUILD) remove
+	@rm -rf .venv build dist vllm.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis
