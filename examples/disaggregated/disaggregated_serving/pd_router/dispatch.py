@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every way of serving a request shares: legs, retries, clean-up."""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .config import Role, RouterConfig
+from .errors import Cause, HandoffError, Reply
+from .failures import decode_failure, prefill_failure
+from .legs import (
+    Backend,
+    ErrorEventError,
+    EventStream,
+    Failure,
+    LegError,
+    StatusError,
+)
+from .metrics import Metrics
+from .rewrite import prefill_body, prefill_params, with_params
+from .workers import Lease, NoWorkerError, Registry, Work, Worker
+
+logger = logging.getLogger("pd_router")
+
+T = TypeVar("T")
+
+# A prefill answer that is on its way when the decode answer is complete.
+_PREFILL_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One prompt that a client wants served."""
+
+    path: str
+    body: Mapping[str, Any]
+    request_id: str
+    headers: Mapping[str, str]
+
+    @property
+    def streaming(self) -> bool:
+        """Whether the client asked for a stream."""
+        return bool(self.body.get("stream"))
+
+
+class Attempt:
+    """One try at serving a call; its id is on both legs and on no other try."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.transfer_id = uuid.uuid4().hex
+        self.prefill: Worker | None = None
+        self.decode: Worker | None = None
+        self.content: Reply | EventStream | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of both legs.
+
+        Engines derive their request ids from these, so parts of a split list and
+        retries must not share one.
+        """
+        leg_id = f"{self.call.request_id}-{self.transfer_id}"
+        return {**self.call.headers, "X-Request-Id": leg_id}
+
+    def complete(self) -> bool:
+        """Whether the decode leg has given all it has."""
+        content = self.content
+        return isinstance(content, Reply) or (content is not None and content.completed)
+
+    def __str__(self) -> str:
+        return (
+            f"transfer={self.transfer_id} request={self.call.request_id} "
+            f"prefill={self.prefill and self.prefill.address} "
+            f"decode={self.decode and self.decode.address}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The decode side's answer to a call, known not to begin with a failure."""
+
+    attempt: Attempt
+    content: Reply | EventStream
+
+
+class Legs:
+    """Runs single legs: counts them, times them, translates their failures."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        workers: Registry,
+        backend: Backend,
+        metrics: Metrics,
+    ) -> None:
+        self.config = config
+        self.workers = workers
+        self.metrics = metrics
+        self._backend = backend
+
+    def acquire(
+        self, attempt: Attempt, role: Role, excluded: Collection[Worker] = ()
+    ) -> Lease:
+        """Choose a worker for a leg of this attempt.
+
+        Raises:
+            HandoffError: no worker of the role is available.
+        """
+        try:
+            lease = self.workers.acquire(Work(role, attempt.call.body), excluded)
+        except NoWorkerError as error:
+            raise self.none_left(attempt, role) from error
+        if role is Role.PREFILL:
+            attempt.prefill = lease.worker
+        else:
+            attempt.decode = lease.worker
+        return lease
+
+    def none_left(self, attempt: Attempt, role: Role) -> HandoffError:
+        """The failure of an attempt that finds no worker of a role."""
+        return HandoffError(
+            Cause.NO_WORKER,
+            f"no healthy {role} worker is available",
+            transfer_id=attempt.transfer_id,
+        )
+
+    async def prefill(self, attempt: Attempt, worker: Worker) -> Reply:
+        """Run the prefill leg to its end.
+
+        Raises:
+            RouterError: the leg failed.
+        """
+        call = attempt.call
+        body = with_params(
+            prefill_body(call.body, keep_tool_choice=self.config.keep_tool_choice),
+            prefill_params(attempt.transfer_id, call.body),
+        )
+        with self._timed(Role.PREFILL) as result:
+            try:
+                reply = await self._backend.post(
+                    worker,
+                    call.path,
+                    json.dumps(body).encode(),
+                    attempt.headers,
+                    self.config.timeouts.prefill,
+                )
+            except (LegError, StatusError) as error:
+                self._note(worker, error)
+                logger.warning("%s prefill leg failed: %s", attempt, error)
+                raise prefill_failure(error, attempt.transfer_id) from error
+            result.value = "ok"
+            return reply
+
+    @asynccontextmanager
+    async def decode(
+        self, attempt: Attempt, worker: Worker, params: Mapping[str, Any] | None
+    ) -> AsyncIterator[Answer]:
+        """Run the decode leg for as long as the context lasts.
+
+        Without ``params`` the engine computes the prompt itself.
+
+        Raises:
+            RouterError: the leg failed before there was an answer.
+        """
+        call = attempt.call
+        body = call.body if params is None else with_params(call.body, params)
+        with self._timed(Role.DECODE) as result:
+            try:
+                content = await self._backend.open(
+                    worker,
+                    call.path,
+                    json.dumps(body).encode(),
+                    attempt.headers,
+                    streaming=call.streaming,
+                )
+            except (LegError, StatusError, ErrorEventError) as error:
+                self._note(worker, error)
+                logger.warning("%s decode leg failed: %s", attempt, error)
+                raise decode_failure(
+                    error, attempt.transfer_id, handoff=params is not None
+                ) from error
+            attempt.content = content
+            try:
+                yield Answer(attempt, content)
+            finally:
+                if isinstance(content, EventStream):
+                    content.close()
+                if attempt.complete():
+                    result.value = "ok"
+
+    def _timed(self, role: Role) -> "_LegTimer":
+        return _LegTimer(self.metrics, role)
+
+    def _note(self, worker: Worker, error: Exception) -> None:
+        refused = isinstance(error, LegError) and error.kind is Failure.CONNECT
+        if refused and worker.mark_down(str(error)):
+            logger.warning("%s is unreachable and out of the choice", worker)
+
+
+class _LegTimer:
+    """Notes a leg's length and result when it ends, however it ends."""
+
+    def __init__(self, metrics: Metrics, role: Role) -> None:
+        self._metrics = metrics
+        self._role = role
+        self.value = "failed"
+
+    def __enter__(self) -> "_LegTimer":
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if isinstance(exception[1], (asyncio.CancelledError, GeneratorExit)):
+            self.value = "cancelled"
+        self._metrics.leg(str(self._role), self.value, time.monotonic() - self._started)
+
+
+class Dispatcher(ABC):
+    """A way of serving a call. Leaving ``open`` ends every leg still running."""
+
+    def __init__(self, legs: Legs) -> None:
+        self.legs = legs
+
+    @abstractmethod
+    async def attempt(
+        self, attempt: Attempt, excluded: Collection[Worker], stack: AsyncExitStack
+    ) -> Answer:
+        """Run one attempt until its outcome shows; clean-up goes to ``stack``."""
+
+    def retryable(self, error: HandoffError) -> bool:
+        """Whether another attempt without the failed worker may be made."""
+        return False
+
+    @asynccontextmanager
+    async def open(self, call: Call) -> AsyncIterator[Answer]:
+        """Serve a call; yields once there is an answer to pass on.
+
+        Raises:
+            RouterError: there is none.
+        """
+        excluded: set[Worker] = set()
+        for left in range(self.legs.config.retries, -1, -1):
+            attempt = Attempt(call)
+            async with AsyncExitStack() as stack:
+                try:
+                    answer = await self.attempt(attempt, excluded, stack)
+                except HandoffError as error:
+                    self.legs.metrics.handoff_failure(error.cause)
+                    if not left or not self._another(error, excluded):
+                        raise
+                    self.legs.metrics.retry(error.cause)
+                    logger.info("%s is tried again: %s", attempt, error)
+                    continue
+                yield answer
+                return
+
+    def _another(self, error: HandoffError, excluded: set[Worker]) -> bool:
+        worker = error.worker
+        if worker is None or not self.retryable(error):
+            return False
+        excluded.add(worker)
+        return any(
+            other not in excluded for other in self.legs.workers.healthy(worker.role)
+        )
+
+
+class LocalDispatcher(Dispatcher):
+    """The decode engine serves the call alone, prompt included."""
+
+    async def attempt(
+        self, attempt: Attempt, excluded: Collection[Worker], stack: AsyncExitStack
+    ) -> Answer:
+        """Run the only leg."""
+        worker = stack.enter_context(self.legs.acquire(attempt, Role.DECODE))
+        self.legs.metrics.local_prefill("unsupported_fields")
+        logger.info("%s is served without a hand-off", attempt)
+        return await stack.enter_async_context(self.legs.decode(attempt, worker, None))
+
+
+def start(stack: AsyncExitStack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Run a leg beside others; leaving ``stack`` cancels it and waits for it."""
+    task = asyncio.create_task(work)
+    # Its failure may come after everybody has stopped listening.
+    task.add_done_callback(lambda t: t.cancelled() or t.exception())
+    stack.push_async_callback(_stop, task)
+    return task
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def settle(task: asyncio.Task[Any], attempt: Attempt) -> None:
+    """Give a leg that is no longer needed the time to end by itself."""
+    if attempt.complete() and not task.done():
+        await asyncio.wait({task}, timeout=_PREFILL_GRACE_SECONDS)

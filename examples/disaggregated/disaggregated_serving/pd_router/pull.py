@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pull: prefill first; decode reads from its cache afterwards."""
+
+from collections.abc import Collection
+from contextlib import AsyncExitStack
+from typing import Any
+
+from .config import Role
+from .dispatch import Answer, Attempt, Dispatcher, logger
+from .errors import Cause, HandoffError, Reply
+from .rewrite import KV_PARAMS, pull_decode_params
+from .workers import Worker
+
+_TRANSIENT = frozenset({502, 503, 504})
+
+
+class PullDispatcher(Dispatcher):
+    """Runs prefill to its end and only then chooses where to decode."""
+
+    def retryable(self, error: HandoffError) -> bool:
+        """A prefill leg that was refused or lost for a passing reason."""
+        if error.cause is Cause.PREFILL_STATUS:
+            return error.worker_status in _TRANSIENT
+        return error.cause in (Cause.PREFILL_CONNECT, Cause.PREFILL_BROKEN)
+
+    async def attempt(
+        self, attempt: Attempt, excluded: Collection[Worker], stack: AsyncExitStack
+    ) -> Answer:
+        """Run one leg after the other."""
+        legs = self.legs
+        if not legs.workers.healthy(Role.DECODE):
+            # Prefilling for nobody would only pin the prefill engine's cache.
+            raise legs.none_left(attempt, Role.DECODE)
+        with legs.acquire(attempt, Role.PREFILL, excluded) as source:
+            logger.info("%s dispatched", attempt)
+            reply = await legs.prefill(attempt, source)
+        params = _coordinates(reply)
+        if params is None:
+            legs.metrics.local_prefill("no_params_from_prefill")
+            logger.warning(
+                "%s: the prefill engine returned no %s, so decode computes the "
+                "prompt again; is it started with a KV connector?",
+                attempt,
+                KV_PARAMS,
+            )
+        else:
+            params = pull_decode_params(attempt.transfer_id, attempt.call.body, params)
+        sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
+        return await stack.enter_async_context(legs.decode(attempt, sink, params))
+
+
+def _coordinates(reply: Reply) -> dict[str, Any] | None:
+    value = reply.json()
+    params = value.get(KV_PARAMS) if isinstance(value, dict) else None
+    return params if isinstance(params, dict) else None

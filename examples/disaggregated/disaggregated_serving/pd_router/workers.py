@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The known workers, their load and health, and the choice among them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+from typing import Any, Protocol
+
+from .config import Address, Role, WorkerSpec
+
+# One lost health check is noise on a busy engine; two in a row are not.
+FAILED_POLLS_UNTIL_UNHEALTHY = 2
+
+
+class Worker:
+    """One engine: its configuration, its health and what it is busy with."""
+
+    __slots__ = (
+        "failed_polls",
+        "healthy",
+        "last_error",
+        "last_picked",
+        "load",
+        "outstanding",
+        "picked",
+        "spec",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.healthy = False
+        self.failed_polls = 0
+        self.last_error: str | None = "not checked yet"
+        self.outstanding = 0
+        self.load = 0.0
+        self.picked = 0
+        self.last_picked = 0
+
+    @property
+    def role(self) -> Role:
+        """Whether it prefills or decodes."""
+        return self.spec.role
+
+    @property
+    def address(self) -> Address:
+        """Where its HTTP server listens."""
+        return self.spec.address
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.address}"
+
+    def mark_up(self) -> bool:
+        """Note a passed health check; true if the worker was down."""
+        changed = not self.healthy
+        self.healthy, self.failed_polls, self.last_error = True, 0, None
+        return changed
+
+    def mark_down(self, reason: str) -> bool:
+        """Take it out of the choice until a health check passes."""
+        changed = self.healthy
+        self.healthy, self.last_error = False, reason
+        return changed
+
+    def note_failed_poll(self, reason: str) -> bool:
+        """Count a failed health check; true if that made the worker unhealthy."""
+        self.failed_polls += 1
+        self.last_error = reason
+        if self.failed_polls < FAILED_POLLS_UNTIL_UNHEALTHY:
+            return False
+        return self.mark_down(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is about to be given to a worker of ``role``."""
+
+    role: Role
+    body: Mapping[str, Any]
+
+
+class Scorer(Protocol):
+    """How loads are measured and compared."""
+
+    def cost(self, work: Work) -> float:
+        """How much ``work`` adds to a worker's load while it runs."""
+
+    def score(self, worker: Worker, work: Work) -> float:
+        """How bad ``worker`` would be for ``work``; the lowest is chosen."""
+
+
+class OutstandingRequests:
+    """Every running leg weighs the same."""
+
+    def cost(self, work: Work) -> float:
+        """One, whatever the work is."""
+        return 1.0
+
+    def score(self, worker: Worker, work: Work) -> float:
+        """The worker's running legs."""
+        return worker.load
+
+
+class NoWorkerError(Exception):
+    """No healthy worker of a role is left to choose from."""
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(f"no healthy {role} worker is available")
+        self.role = role
+
+
+class Lease:
+    """A worker's load for the length of one leg; releasing twice is harmless."""
+
+    __slots__ = ("_cost", "_held", "worker")
+
+    def __init__(self, worker: Worker, cost: float) -> None:
+        self.worker = worker
+        self._cost = cost
+        self._held = True
+        worker.outstanding += 1
+        worker.load += cost
+
+    def release(self) -> None:
+        """Take the leg off the worker's load."""
+        if self._held:
+            self._held = False
+            self.worker.outstanding -= 1
+            self.worker.load -= self._cost
+
+    def __enter__(self) -> Worker:
+        return self.worker
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Registry:
+    """All workers; choosing one and counting it in are one step."""
+
+    def __init__(self, scorer: Scorer | None = None) -> None:
+        self._scorer: Scorer = scorer or OutstandingRequests()
+        self._workers: dict[tuple[Role, Address], Worker] = {}
+        self._clock = count(1)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def add(self, spec: WorkerSpec) -> Worker:
+        """Make a worker known; it is chosen once a health check has passed."""
+        worker = Worker(spec)
+        self._workers[spec.role, spec.address] = worker
+        return worker
+
+    def remove(self, role: Role, address: Address) -> Worker:
+        """Forget a worker; its running legs go on.
+
+        Raises:
+            KeyError: no such worker is known.
+        """
+        return self._workers.pop((role, address))
+
+    def healthy(self, role: Role) -> list[Worker]:
+        """The workers of a role that can be chosen now."""
+        return [w for w in self if w.role is role and w.healthy]
+
+    def ready(self) -> bool:
+        """Whether a request could be served: both roles have a healthy worker."""
+        return all(self.healthy(role) for role in Role)
+
+    def acquire(self, work: Work, excluded: Collection[Worker] = ()) -> Lease:
+        """Choose the least loaded worker and count the work in.
+
+        Among equals the one chosen longest ago wins.
+
+        Raises:
+            NoWorkerError: none is healthy and not excluded.
+        """
+        candidates = [w for w in self.healthy(work.role) if w not in excluded]
+        if not candidates:
+            raise NoWorkerError(work.role)
+        best = min(
+            candidates, key=lambda w: (self._scorer.score(w, work), w.last_picked)
+        )
+        best.picked += 1
+        best.last_picked = next(self._clock)
+        return Lease(best, self._scorer.cost(work))
