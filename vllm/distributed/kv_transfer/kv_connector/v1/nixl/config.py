@@ -38,6 +38,20 @@ def _flag(key: str, value: object) -> bool:
     return value
 
 
+def _path(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise _bad(key, value, "the path of a file")
+    return value
+
+
+def _hosts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(item, str) and item for item in value
+    ):
+        raise _bad(key, value, 'a list of hosts or networks such as ["10.0.0.0/8"]')
+    return tuple(value)
+
+
 def _names(key: str, value: object) -> tuple[str, ...]:
     if (
         not isinstance(value, (list, tuple))
@@ -70,6 +84,10 @@ class ConnectorConfig:
         kv_recompute_threshold: fewest tokens for which KV is read back from D.
         decoder_kv_blocks_ttl: longest life of KV that D retains after an answer.
         bidirectional_kv_xfer: let P read back what D holds.
+        side_channel_token_file: file with a secret that all engines and tools of a
+            deployment share; a peer without it is not answered.
+        allowed_peers: hosts and networks that a decode engine may be told to
+            contact by a request; empty allows all.
         engine_ttl: idle time after which the state of a peer engine is dropped.
     """
 
@@ -84,6 +102,8 @@ class ConnectorConfig:
     kv_recompute_threshold: int = 64
     decoder_kv_blocks_ttl: float = 480.0
     bidirectional_kv_xfer: bool = False
+    side_channel_token_file: str | None = None
+    allowed_peers: tuple[str, ...] = ()
     engine_ttl: float = 3600.0
 
     @classmethod
@@ -127,6 +147,8 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "kv_recompute_threshold": _count(0),
     "decoder_kv_blocks_ttl": _seconds,
     "bidirectional_kv_xfer": _flag,
+    "side_channel_token_file": _path,
+    "allowed_peers": _hosts,
     "engine_ttl": _seconds,
 }
 

@@ -75,6 +75,7 @@ class NixlBaseConnector(KVConnectorBase_V1):
     """What push and pull have in common, which is all but the mode."""
 
     mode: ClassVar[Mode]
+    worker_class: ClassVar[type[NixlWorker]] = NixlWorker
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -96,7 +97,7 @@ class NixlBaseConnector(KVConnectorBase_V1):
                 vllm_config, engine_id, config, self.mode
             )
         else:
-            self._worker_role = NixlWorker(
+            self._worker_role = self.worker_class(
                 vllm_config, kv_cache_config, engine_id, config, self.mode
             )
 
@@ -252,7 +253,8 @@ class NixlBaseConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Transfer statistics since the last call."""
-        return None if self._worker_role is None else self._worker_role.stats()
+        role = self._worker_role or self._scheduler_role
+        return None if role is None else role.stats()
 
     def shutdown(self) -> None:
         """Take leave of peers and close what is open."""

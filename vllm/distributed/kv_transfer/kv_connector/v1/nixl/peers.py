@@ -8,12 +8,15 @@ from vllm.logger import init_logger
 
 from .agent import Agent, AgentError
 from .compat import refusal
-from .ids import AgentName, EngineId
+from .ids import AgentName
 from .process import is_gone
+from .side_channel import Address
 from .topology import RankShape, source_ranks
 from .wire import RankInfo
 
 logger = init_logger(__name__)
+
+SETTLE_SECONDS = 0.5
 
 
 @dataclass
@@ -23,13 +26,19 @@ class Peer:
     Attributes:
         refusal: why no KV is exchanged with it, if so.
         greeted: whether it has acknowledged this rank's description.
-        lost: it does not answer, and is kept only until its end is proven.
+        address: its engine's side channel, where this rank has contacted it.
+        lost: it does not answer; it may do so again, or prove to be gone.
+        broken: the transport has given its connection up.
+        ended_at: when its end was first proven, if it was.
     """
 
     info: RankInfo
     refusal: str | None
     greeted: bool = False
+    address: Address | None = None
     lost: bool = False
+    broken: bool = False
+    ended_at: float | None = None
     used_at: float = 0.0
     prepared: Any = None
 
@@ -59,11 +68,13 @@ class PeerDirectory:
     def admit(self, info: RankInfo, now: float) -> Peer:
         """Make a peer known to NIXL and check whether KV can be exchanged.
 
+        One whose connection had broken is connected anew.
+
         Raises:
             AgentError: NIXL does not accept its metadata.
         """
         known = self._peers.get(info.agent_name)
-        if known is not None and not known.lost:
+        if known is not None and not known.broken:
             known.used_at = now
             return known
         if known is not None:
@@ -123,25 +134,57 @@ class PeerDirectory:
             raise AgentError(f"the engine did not describe its ranks {missing}")
         return tuple(by_place[place].agent_name for place in wanted)
 
-    def superseded_by(self, info: RankInfo) -> list[AgentName]:
-        """Earlier incarnations of the same rank of the same engine and host."""
+    def superseded_by(self, info: RankInfo, address: Address | None) -> list[AgentName]:
+        """Agents that are proven gone by what ``info`` says.
+
+        Either their process on this host has ended, or ``info`` was told at the
+        address where they used to be, by a process of the same host: it could not
+        listen there while they did.
+        """
         return [
             name
             for name, peer in self._peers.items()
             if name != info.agent_name
-            and peer.info.engine_id == info.engine_id
-            and peer.info.tp_rank == info.tp_rank
-            and peer.info.pp_rank == info.pp_rank
-            and is_gone(self._local.process, peer.info.process)
+            and (peer.info.tp_rank, peer.info.pp_rank) == (info.tp_rank, info.pp_rank)
+            and (
+                (
+                    peer.info.engine_id == info.engine_id
+                    and is_gone(self._local.process, peer.info.process)
+                )
+                or (
+                    address is not None
+                    and peer.address == address
+                    and bool(info.process.boot_id)
+                    and peer.info.process.boot_id == info.process.boot_id
+                )
+            )
         ]
 
-    def provably_gone(self) -> list[AgentName]:
-        """Lost peers whose process on this host has ended."""
-        return [
-            name
-            for name, peer in self._peers.items()
-            if peer.lost and is_gone(self._local.process, peer.info.process)
-        ]
+    def lost_at(self) -> set[Address]:
+        """Where to ask whether a lost peer is back, or another is in its place."""
+        return {
+            peer.address
+            for peer in self._peers.values()
+            if peer.lost and peer.address is not None
+        }
+
+    def provably_gone(self, now: float) -> list[AgentName]:
+        """Lost peers whose end was proven a while ago.
+
+        What a dead process has sent over TCP is still in this host's socket, and is
+        put into memory by this process's own progress: the wait lets that happen.
+        """
+        gone: list[AgentName] = []
+        for name, peer in self._peers.items():
+            if not peer.lost:
+                continue
+            if peer.ended_at is None and is_gone(
+                self._local.process, peer.info.process
+            ):
+                peer.ended_at = now
+            if peer.ended_at is not None and now - peer.ended_at > SETTLE_SECONDS:
+                gone.append(name)
+        return gone
 
     def idle_since(self, limit: float) -> list[AgentName]:
         """Peers that were last used before ``limit``."""
@@ -158,8 +201,3 @@ class PeerDirectory:
             self._agent.remove_peer(name)
         except AgentError as error:
             logger.debug("removing agent %s: %s", name, error)
-
-    def engine_of(self, name: AgentName) -> EngineId | None:
-        """The engine that an agent belongs to, for logs."""
-        peer = self._peers.get(name)
-        return None if peer is None else peer.info.engine_id

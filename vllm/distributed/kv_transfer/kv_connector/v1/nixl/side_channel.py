@@ -7,16 +7,20 @@ transfer thread and never waits; :func:`query` is for tools and does.
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from vllm.logger import init_logger
 
+from .auth import Token
+from .ids import TransferId
 from .wire import (
     PROTOCOL_VERSION,
+    GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
@@ -62,14 +66,27 @@ def endpoint(address: Address) -> str:
     return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
 
 
+class Reports(Protocol):
+    """Answers to queries, as JSON-able values; called on the server's thread."""
+
+    def integrity(self) -> object:
+        """Free blocks, pins by state, entries per table, totals."""
+
+    def handoffs(self) -> object:
+        """The latest finished hand-offs."""
+
+    def failure(self, transfer_id: TransferId) -> object:
+        """What became of one hand-off; ``None`` where nothing is known."""
+
+
 class SideChannelServer:
     """Answers handshakes and queries until it is closed.
 
     Args:
         address: where to listen; the host decides the interface.
         ranks: encoded :class:`RankInfo` of every worker.
-        integrity, handoffs: produce the JSON documents of the queries; they are
-            called on the server's thread.
+        reports: what the queries are answered from, on the server's thread.
+        token: the secret that askers must hold, if any.
 
     Raises:
         SideChannelFailure: the address cannot be bound.
@@ -79,17 +96,18 @@ class SideChannelServer:
         self,
         address: Address,
         ranks: Sequence[bytes],
-        integrity: Callable[[], object],
-        handoffs: Callable[[], object],
+        reports: Reports,
+        token: Token | None = None,
     ) -> None:
         self._ranks = tuple(ranks)
-        self._integrity = integrity
-        self._handoffs = handoffs
+        self._reports = reports
         self._stop = threading.Event()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        if token is not None:
+            token.secure_server(self._socket)
         try:
             self._socket.bind(endpoint(address))
         except zmq.ZMQError as error:
@@ -135,9 +153,13 @@ class SideChannelServer:
                         )
                     return Ranks(self._ranks)
                 case GetIntegrity():
-                    return Report(msgspec.json.encode(self._integrity()))
+                    return Report(msgspec.json.encode(self._reports.integrity()))
                 case GetHandoffs():
-                    return Report(msgspec.json.encode(self._handoffs()))
+                    return Report(msgspec.json.encode(self._reports.handoffs()))
+                case GetFailure():
+                    return Report(
+                        msgspec.json.encode(self._reports.failure(request.transfer_id))
+                    )
         except WireError as error:
             return SideChannelError(str(error))
         except Exception as error:
@@ -147,7 +169,10 @@ class SideChannelServer:
 
 
 def query(
-    address: Address, request: SideChannelRequest, timeout: float
+    address: Address,
+    request: SideChannelRequest,
+    timeout: float,
+    token: Token | None = None,
 ) -> SideChannelReply:
     """Ask once and wait up to ``timeout`` seconds.
 
@@ -158,6 +183,8 @@ def query(
     with zmq.Context.instance().socket(zmq.REQ) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
+        if token is not None:
+            token.secure_client(sock)
         sock.connect(endpoint(address))
         sock.send(encode(request))
         if not sock.poll(int(timeout * 1000)):
@@ -189,8 +216,9 @@ class Handshake:
 class HandshakeClient:
     """Handshakes in progress with any number of engines; no call waits."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, token: Token | None = None) -> None:
         self._timeout = timeout
+        self._token = token
         self._open: dict[Address, tuple[zmq.Socket[bytes], float]] = {}
         self._failed: list[Handshake] = []
 
@@ -206,6 +234,8 @@ class HandshakeClient:
         sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
+        if self._token is not None:
+            self._token.secure_client(sock)
         try:
             sock.connect(endpoint(address))
             sock.send_multipart([b"", encode(GetRanks(PROTOCOL_VERSION))], zmq.NOBLOCK)
@@ -227,7 +257,9 @@ class HandshakeClient:
                 result = Handshake(
                     address,
                     failure=f"no answer from the side channel at {address[0]}:"
-                    f"{address[1]} within {self._timeout:g} s (handshake_timeout)",
+                    f"{address[1]} within {self._timeout:g} s (handshake_timeout); "
+                    "check that the engine is up, the port is open and both sides "
+                    "have the same side_channel_token_file",
                 )
             else:
                 result = self._result(address, payload)

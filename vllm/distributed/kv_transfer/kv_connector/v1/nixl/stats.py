@@ -2,6 +2,7 @@
 """Counters and histograms of transfers, under the base's metric names."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from .handoff.actions import FailureKind
+
 TRANSFER_SECONDS = "transfer_duration"
 POST_SECONDS = "post_duration"
 BYTES = "bytes_transferred"
@@ -26,6 +29,9 @@ FAILED_HANDSHAKES = "num_failed_handshakes"
 EXPIRED = "num_kv_expired_reqs"
 LATE_NOTIFICATIONS = "num_notifications_after_expiry"
 
+FAILED_HANDOFFS = "num_failed_handoffs"
+QUARANTINED = "quarantined_blocks"
+
 _SERIES = (TRANSFER_SECONDS, POST_SECONDS, BYTES, DESCRIPTORS)
 _FAILURES = (
     FAILED_TRANSFERS,
@@ -34,6 +40,9 @@ _FAILURES = (
     EXPIRED,
     LATE_NOTIFICATIONS,
 )
+
+
+_HANDOFFS = {kind: f"{FAILED_HANDOFFS}_{kind.value}" for kind in FailureKind}
 
 
 class NixlKVConnectorStats(KVConnectorStats):
@@ -53,7 +62,8 @@ class NixlKVConnectorStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all observations."""
-        self.data = {key: [] for key in (*_SERIES, *_FAILURES)}
+        keys = (*_SERIES, *_FAILURES, *_HANDOFFS.values(), QUARANTINED)
+        self.data = {key: [] for key in keys}
 
     def transfer(
         self, seconds: float, post_seconds: float, size: int, descriptors: int
@@ -67,6 +77,14 @@ class NixlKVConnectorStats(KVConnectorStats):
     def failure(self, kind: str) -> None:
         """One failure of ``kind``, a key of ``data``."""
         self.data[kind].append(1)
+
+    def receive_failed(self, kind: FailureKind) -> None:
+        """A decode request did not get its KV."""
+        self.data[_HANDOFFS[kind]].append(1)
+
+    def quarantine(self, blocks: int) -> None:
+        """So many blocks are held until a peer is proven unable to write."""
+        self.data[QUARANTINED] = [blocks]
 
     def is_empty(self) -> bool:
         """Whether nothing was observed."""
@@ -101,6 +119,9 @@ class NixlKVConnectorStats(KVConnectorStats):
                 "Num failed transfers": sum(len(self.data[key]) for key in transport),
                 "Num KV expired reqs": len(self.data[EXPIRED]),
                 "Num notifs after expiry": len(self.data[LATE_NOTIFICATIONS]),
+                "Num failed hand-offs": sum(
+                    len(self.data[key]) for key in _HANDOFFS.values()
+                ),
             }
         )
         return summary
@@ -112,6 +133,7 @@ class StatsCollector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = NixlKVConnectorStats()
+        self._quarantined = 0
 
     def transfer(
         self, seconds: float, post_seconds: float, size: int, descriptors: int
@@ -124,6 +146,18 @@ class StatsCollector:
         """See :meth:`NixlKVConnectorStats.failure`."""
         with self._lock:
             self._stats.failure(kind)
+
+    def receive_failed(self, kind: FailureKind) -> None:
+        """See :meth:`NixlKVConnectorStats.receive_failed`."""
+        with self._lock:
+            self._stats.receive_failed(kind)
+
+    def quarantine(self, blocks: int) -> None:
+        """Note the number of quarantined blocks, if it is another than before."""
+        with self._lock:
+            if blocks != self._quarantined:
+                self._quarantined = blocks
+                self._stats.quarantine(blocks)
 
     def take(self) -> NixlKVConnectorStats | None:
         """What was observed since the last call, if anything."""
@@ -210,15 +244,42 @@ class NixlPromMetrics(KVConnectorPromMetrics):
             ),
         )
 
+        failed = self._counter_cls(
+            name="vllm:nixl_num_failed_handoffs",
+            documentation="Decode requests that did not get their KV, by cause.",
+            labelnames=[*labelnames, "kind"],
+        )
+        quarantined = self._gauge_cls(
+            name="vllm:nixl_quarantined_blocks",
+            documentation="KV cache blocks held until a lost peer is proven unable to "
+            "write into them.",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
+        self._failed_handoffs = {
+            (engine, kind): failed.labels(*labels, kind.value)
+            for engine, labels in self.per_engine_labelvalues.items()
+            for kind in FailureKind
+        }
+        self._quarantined: dict[int, Any] = create_metric_per_engine(
+            quarantined, self.per_engine_labelvalues
+        )
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations for an engine."""
+        data: dict[str, list[float]] = defaultdict(list, transfer_stats_data)
         for key, histogram in self._histograms.items():
-            for value in transfer_stats_data[key]:
+            for value in data[key]:
                 histogram[engine_idx].observe(value)
         for counter, kinds in self._counters:
-            count = sum(len(transfer_stats_data[kind]) for kind in kinds)
+            count = sum(len(data[kind]) for kind in kinds)
             if count:
                 counter[engine_idx].inc(count)
+        for kind, key in _HANDOFFS.items():
+            if data[key]:
+                self._failed_handoffs[engine_idx, kind].inc(len(data[key]))
+        if data[QUARANTINED]:
+            self._quarantined[engine_idx].set(data[QUARANTINED][-1])
 
     def _histogram(
         self, name: str, documentation: str, buckets: list[float]

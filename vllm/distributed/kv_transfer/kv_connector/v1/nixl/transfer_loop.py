@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from . import stats as names
 from .agent import Agent, AgentError, PeerDisconnected
+from .auth import Token
 from .commands import (
     CancelReceive,
     Command,
@@ -26,6 +27,14 @@ from .commands import (
     Withdraw,
 )
 from .config import ConnectorConfig
+from .connections import (
+    ConnectionEvent,
+    Connections,
+    EngineDown,
+    EngineUp,
+    PeerGone,
+    PeerLost,
+)
 from .handoff.actions import (
     Action,
     CloseReason,
@@ -38,15 +47,13 @@ from .handoff.actions import (
     StartWrite,
     TransferSize,
 )
-from .handoff.liveness import Liveness
 from .handoff.receiver import ReceiverTable, Watches
 from .handoff.sender import SenderTable
 from .ids import AgentName, Mode, RegistrationId
-from .peers import Peer, PeerDirectory
+from .peers import Peer
 from .plan import Pages, Piece, PlanError, block_range, plan
-from .side_channel import Address, Handshake, HandshakeClient
+from .side_channel import Address
 from .stats import StatsCollector
-from .topology import TopologyError
 from .transfers import TransferEnded, TransferPool
 from .wire import (
     PROTOCOL_VERSION,
@@ -72,7 +79,6 @@ from .wire import (
     Renew,
     WireError,
     decode_packet,
-    decode_rank,
     encode,
 )
 
@@ -80,6 +86,8 @@ logger = init_logger(__name__)
 
 TICK_SECONDS = 0.05
 REPEAT_SECONDS = 2.0
+STALL_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
 
 Fence = Callable[[], bool]
 """Whether the computation that fills an offer's blocks has finished."""
@@ -117,6 +125,7 @@ class TransferLoop:
         mode: who moves the bytes.
         agent: the registered NIXL agent.
         local: this rank's description.
+        token: the secret that peers must hold, if any.
         publish: takes what the scheduler side should know.
         clock: seconds, monotonic.
     """
@@ -127,28 +136,26 @@ class TransferLoop:
         mode: Mode,
         agent: Agent,
         local: RankInfo,
+        token: Token | None,
         publish: Callable[[Facts], None],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._agent = agent
         self._local = local
-        self._hello = encode(local)
         self._publish = publish
         self._clock = clock
         self._pages = Pages.of(local.regions)
         self._prepared = agent.prepare(local.regions, local.mem_type, None)
-        self._peers = PeerDirectory(agent, local, config.enforce_handshake_compat)
-        self._handshakes = HandshakeClient(config.handshake_timeout)
+        self._connections = Connections(config, agent, local, token)
         self._sender = SenderTable(config.kv_lease_duration, local.block_size)
         self._receiver = ReceiverTable(mode, REPEAT_SECONDS)
         self._watches = Watches(config.kv_lease_duration / 3)
-        self._liveness = Liveness(config.peer_timeout)
         self._transfers = TransferPool(agent)
         self._offers: deque[PendingOffer] = deque()
-        self._engines: dict[Address, tuple[AgentName, ...]] = {}
-        self._connecting: dict[Address, list[Receive | TellNotNeeded]] = {}
+        self._waiting: dict[Address, list[Receive | TellNotNeeded]] = {}
         self._next_tick = 0.0
+        self._last_step: float | None = None
         self._backlog: deque[Action] = deque()
         self._events: list[Event] = []
         self._tables: dict[str, int] = {}
@@ -159,12 +166,15 @@ class TransferLoop:
     def step(self, commands: Iterable[Command | PendingOffer]) -> Pace:
         """Act on ``commands`` and on all that has happened since the last step."""
         now = self._clock()
+        if self._last_step is not None and now - self._last_step > STALL_SECONDS:
+            self._connections.excuse(now)
+        self._last_step = now
         for command in commands:
-            self._obey(command, now)
+            self._obey_safely(command, now)
         self._release_offers(now)
         heard = self._listen(now)
-        for handshake in self._handshakes.poll(now):
-            self._handshaken(handshake, now)
+        for event in self._connections.poll(now):
+            self._connection_changed(event, now)
         for ended in self._transfers.advance():
             self._transfer_ended(ended, now)
         if now >= self._next_tick:
@@ -179,10 +189,21 @@ class TransferLoop:
         return self._pace(heard)
 
     def close(self) -> None:
-        """Take leave of all peers. The caller has stopped the forward thread."""
-        for name in self._peers.idle_since(float("inf")):
-            self._send(name, Goodbye(), self._clock())
-        self._handshakes.close()
+        """End all transfers and take leave of all peers.
+
+        A peer with which a transfer does not end in time is told nothing, since
+        the leave is a promise that nothing is written any more.
+        """
+        self._transfers.post_no_more()
+        deadline = self._clock() + CLOSE_SECONDS
+        while len(self._transfers) and self._clock() < deadline:
+            for ended in self._transfers.advance():
+                self._transfer_ended(ended, self._clock())
+            self._perform(self._clock())
+        for name in self._connections.all():
+            if not self._transfers.uses(name):
+                self._send(name, Goodbye())
+        self._connections.close()
         self._agent.close()
 
     def _table_sizes(self) -> dict[str, int]:
@@ -192,7 +213,7 @@ class TransferLoop:
             "watches": len(self._watches),
             "transfers": len(self._transfers),
             "pending_offers": len(self._offers),
-            "connecting": sum(len(waiting) for waiting in self._connecting.values()),
+            "connecting": sum(len(waiting) for waiting in self._waiting.values()),
         }
 
     def _pace(self, heard: bool) -> Pace:
@@ -201,13 +222,22 @@ class TransferLoop:
         if (
             self._receiver.busy
             or self._sender.busy
-            or self._handshakes.pending
+            or self._connections.pending
             or len(self._watches)
         ):
             return Pace.SOON
         return Pace.RELAXED
 
     # ---- commands
+
+    def _obey_safely(self, command: Command | PendingOffer, now: float) -> None:
+        try:
+            self._obey(command, now)
+        except Exception:
+            logger.exception("%s failed", type(command).__name__)
+            if isinstance(command, Receive):
+                registration_id = command.request.registration_id
+                self._do(self._receiver.cancel(registration_id, "internal error", now))
 
     def _obey(self, command: Command | PendingOffer, now: float) -> None:
         match command:
@@ -223,8 +253,8 @@ class TransferLoop:
                 )
             case Watch():
                 self._watches.add(command.transfer_id, command.address)
-                if command.address not in self._engines:
-                    self._connect(command.address, now)
+                if self._connections.sources(command.address) is None:
+                    self._connections.connect(command.address, now)
             case Unwatch():
                 self._watches.drop(command.transfer_id)
             case Receive():
@@ -243,67 +273,55 @@ class TransferLoop:
 
     # ---- connections
 
-    def _connect(self, address: Address, now: float) -> None:
-        self._connecting.setdefault(address, [])
-        self._handshakes.start(address, now)
-
     def _with_engine(
         self, address: Address, command: Receive | TellNotNeeded, now: float
     ) -> None:
-        if address in self._engines:
-            self._connected(address, command, now)
+        sources = self._connections.sources(address)
+        if sources is not None:
+            self._connected(sources, command, now)
             return
-        self._connect(address, now)
-        self._connecting[address].append(command)
-
-    def _handshaken(self, handshake: Handshake, now: float) -> None:
-        waiting = self._connecting.pop(handshake.address, [])
-        failure = handshake.failure or self._admit(handshake, now)
-        if failure is not None:
-            self.stats.failure(names.FAILED_HANDSHAKES)
-            logger.warning("%s", failure)
-        for command in waiting:
-            if failure is None:
-                self._connected(handshake.address, command, now)
-            elif isinstance(command, Receive):
-                self._do(
-                    self._receiver.unreachable(
-                        command.request.registration_id, failure, now
-                    )
-                )
-
-    def _admit(self, handshake: Handshake, now: float) -> str | None:
-        where = f"{handshake.address[0]}:{handshake.address[1]}"
-        if not handshake.ranks:
-            return f"the engine at {where} has no workers"
-        try:
-            for info in handshake.ranks:
-                self._replace_old(info, now)
-                peer = self._peers.admit(info, now)
-                if peer.refusal is not None:
-                    return f"handshake with {where} refused: {peer.refusal}"
-            sources = self._peers.sources(handshake.ranks)
-        except (AgentError, TopologyError) as error:
-            return f"handshake with {where} failed: {error}"
-        self._engines[handshake.address] = sources
-        return None
+        self._waiting.setdefault(address, []).append(command)
+        self._connections.connect(address, now)
 
     def _connected(
-        self, address: Address, command: Receive | TellNotNeeded, now: float
+        self,
+        sources: tuple[AgentName, ...],
+        command: Receive | TellNotNeeded,
+        now: float,
     ) -> None:
-        sources = self._engines[address]
         if isinstance(command, Receive):
             self._do(
                 self._receiver.connected(command.request.registration_id, sources, now)
             )
             return
         message = NotNeeded(command.transfer_id, command.receivers)
-        for name in sources:
-            self._do([Send(name, message)])
+        self._do(Send(name, message) for name in sources)
 
-    def _replace_old(self, info: RankInfo, now: float) -> None:
-        for name in self._peers.superseded_by(info):
-            self._gone(name, "the engine was restarted", now)
+    def _connection_changed(self, event: ConnectionEvent, now: float) -> None:
+        match event:
+            case EngineUp():
+                for command in self._waiting.pop(event.address, []):
+                    self._connected(event.sources, command, now)
+            case EngineDown():
+                self.stats.failure(names.FAILED_HANDSHAKES)
+                for command in self._waiting.pop(event.address, []):
+                    if isinstance(command, Receive):
+                        registration_id = command.request.registration_id
+                        self._do(
+                            self._receiver.unreachable(
+                                registration_id, event.reason, now
+                            )
+                        )
+            case PeerLost():
+                self._transfers.fail_peer(event.peer, event.reason)
+                self._do(self._sender.peer_lost(event.peer, now))
+                self._do(self._receiver.peer_lost(event.peer, event.reason, now))
+            case PeerGone():
+                self._transfers.fail_peer(event.peer, event.reason)
+                self._do(self._sender.peer_lost(event.peer, now))
+                self._do(self._receiver.peer_gone(event.peer, event.reason, now))
+                if not self._transfers.uses(event.peer):
+                    self._connections.drop(event.peer)
 
     # ---- notifications
 
@@ -318,22 +336,18 @@ class TransferLoop:
                 self._take(name, decode_packet(data), now)
             except (WireError, AgentError) as error:
                 logger.warning("A notification of agent %s is ignored: %s", name, error)
+            except Exception:
+                logger.exception("A notification of agent %s failed", name)
         return bool(received)
 
     def _take(self, name: AgentName, packet: Packet, now: float) -> None:
-        peer = self._peers.get(name)
+        peer = self._connections.peer(name)
         if packet.hello is not None:
-            info = decode_rank(packet.hello)
-            if info.agent_name != name:
-                raise WireError(f"it introduces itself as {info.agent_name!r}")
-            self._replace_old(info, now)
-            peer = self._peers.admit(info, now)
+            peer = self._connections.greet(name, packet.hello, now)
             self._do([Send(name, HelloAck(peer.refusal))])
-            peer.greeted = True
         if peer is None:
             raise WireError("the agent has not introduced itself")
-        peer.used_at = now
-        self._liveness.heard(name, now)
+        self._connections.heard(name, peer, now)
         if peer.refusal is not None:
             self._turn_away(name, peer, packet.body)
             return
@@ -389,8 +403,7 @@ class TransferLoop:
             case Pong():
                 pass
             case Goodbye():
-                # Its process has ended all its transfers before it said so.
-                self._gone(name, "the engine was shut down", now)
+                self._connections.left(name)
 
     # ---- transfers
 
@@ -438,10 +451,11 @@ class TransferLoop:
         remote: Any,
         notification: Callable[[int, int, Piece], bytes],
     ) -> str | None:
-        peer = self._peers.get(name)
-        if peer is None or peer.lost:
+        peer = self._connections.usable(name)
+        if peer is None:
             return "the peer was lost"
         try:
+            prepared = self._connections.prepared(name)
             pieces = plan(
                 self._pages,
                 peer.info.regions[0].num_blocks,
@@ -449,10 +463,12 @@ class TransferLoop:
                 remote,
                 self._config.max_transfer_bytes,
             )
-            prepared = self._peers.prepared(name)
         except (PlanError, AgentError) as error:
             self.stats.failure(names.FAILED_TRANSFERS)
             return str(error)
+        except Exception as error:
+            logger.exception("%s could not be planned", operation)
+            return f"internal error: {error}"
         self._transfers.start(
             operation,
             name,
@@ -491,70 +507,20 @@ class TransferLoop:
             )
         self._do(actions)
 
-    # ---- time and peers
+    # ---- time
 
     def _tick(self, now: float) -> None:
         self._do(self._sender.tick(now))
         self._do(self._receiver.tick(now))
         for address, transfer_ids in self._watches.due(now).items():
-            for name in self._engines.get(address, ()):
+            for name in self._connections.sources(address) or ():
                 self._do([Send(name, Renew(transfer_ids))])
         owing = self._receiver.peers() | self._sender.peers()
-        judged = {name for name in owing if not self._is_lost(name)}
-        ping, lost = self._liveness.tick(judged, now)
-        for name in ping:
+        for name in self._connections.tick(owing, now):
             self._do([Send(name, Ping())])
-        for name in lost:
-            self._lose(name, f"no answer for {self._config.peer_timeout:g} s", now)
-        for name in self._peers.provably_gone():
-            self._gone(name, "its process has ended", now)
-        for name in self._peers.idle_since(now - self._config.engine_ttl):
+        for name in self._connections.expendable(now):
             if name not in owing and not self._transfers.uses(name):
-                self._drop(name)
-
-    def _is_lost(self, name: AgentName) -> bool:
-        peer = self._peers.get(name)
-        return peer is None or peer.lost
-
-    def _lose(self, name: AgentName, reason: str, now: float) -> None:
-        """A peer is out of reach; it may still be able to write."""
-        peer = self._peers.get(name)
-        if peer is None or peer.lost:
-            return
-        peer.lost = True
-        logger.warning(
-            "Agent %s of engine %s is lost: %s", name, peer.info.engine_id, reason
-        )
-        self._forget_engine(name)
-        text = f"the engine {peer.info.engine_id} was lost: {reason}"
-        self._transfers.fail_peer(name, text)
-        self._do(self._sender.peer_lost(name, now))
-        self._do(self._receiver.peer_lost(name, text, now))
-
-    def _gone(self, name: AgentName, reason: str, now: float) -> None:
-        """It is proven that a peer exists no more."""
-        peer = self._peers.get(name)
-        if peer is None:
-            return
-        text = f"the engine {peer.info.engine_id} is gone: {reason}"
-        peer.lost = True
-        self._forget_engine(name)
-        self._transfers.fail_peer(name, text)
-        self._do(self._sender.peer_lost(name, now))
-        self._do(self._receiver.peer_gone(name, text, now))
-        self._liveness.forget(name)
-        if not self._transfers.uses(name):
-            self._drop(name)
-
-    def _drop(self, name: AgentName) -> None:
-        self._forget_engine(name)
-        self._liveness.forget(name)
-        self._peers.remove(name)
-
-    def _forget_engine(self, name: AgentName) -> None:
-        for address, sources in list(self._engines.items()):
-            if name in sources:
-                del self._engines[address]
+                self._connections.drop(name)
 
     # ---- performing what the state machines ask
 
@@ -566,7 +532,7 @@ class TransferLoop:
             action = self._backlog.popleft()
             match action:
                 case Send():
-                    self._send(action.peer, action.message, now)
+                    self._send(action.peer, action.message)
                 case StartWrite():
                     self._start_write(action, now)
                 case StartRead():
@@ -579,16 +545,16 @@ class TransferLoop:
                         self.stats.failure(names.EXPIRED)
                     self._events.append(action.event)
 
-    def _send(self, name: AgentName, message: Message, now: float) -> None:
-        peer = self._peers.get(name)
-        if peer is None or peer.lost:
+    def _send(self, name: AgentName, message: Message) -> None:
+        peer = self._connections.peer(name)
+        if peer is None or peer.broken:
             return
-        hello = None if peer.greeted else self._hello
+        packet = Packet(PROTOCOL_VERSION, self._connections.introduction(name), message)
         try:
-            self._agent.notify(name, encode(Packet(PROTOCOL_VERSION, hello, message)))
+            self._agent.notify(name, encode(packet))
         except PeerDisconnected as error:
             self.stats.failure(names.FAILED_NOTIFICATIONS)
-            self._lose(name, str(error), now)
+            self._connections.broken(name, str(error))
         except AgentError as error:
             self.stats.failure(names.FAILED_NOTIFICATIONS)
             logger.warning(

@@ -107,6 +107,12 @@ class TransferPool:
                 job.failure = job.failure or reason
                 job.pieces.clear()
 
+    def post_no_more(self) -> None:
+        """End with what is posted; for the end of this process."""
+        for job in self._jobs:
+            if job.pieces:
+                self._fail(job, "this engine is shutting down")
+
     def uses(self, peer: AgentName) -> bool:
         """Whether a transfer with ``peer`` has not ended."""
         return any(job.peer == peer for job in self._jobs)

@@ -6,7 +6,7 @@ notification from NIXL; a notification carries the sender's :class:`RankInfo`
 until the receiver has acknowledged it, so that order does not matter.
 """
 
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,16 @@ PROTOCOL_VERSION = 1
 
 MAX_PACKET_BYTES = 16 << 20
 """Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Tokens, blocks, pieces, receivers."""
+
+_SHORT = msgspec.Meta(min_length=1, max_length=512)
+Transfer: TypeAlias = Annotated[TransferId, _SHORT]
+Registration: TypeAlias = Annotated[RegistrationId, _SHORT]
+"""Ids of a bounded length, since tables keep them."""
+
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 BlockArray: TypeAlias = npt.NDArray[np.int32]
 
@@ -85,10 +95,10 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     prompt embeddings); positions are tokens from the start of the prompt.
     """
 
-    prompt_tokens: int
-    first_token: int
-    num_tokens: int
-    digest: bytes
+    prompt_tokens: Count
+    first_token: Count
+    num_tokens: Count
+    digest: Digest
 
 
 class HelloAck(_Message, frozen=True, tag="hello_ack"):
@@ -104,8 +114,8 @@ class Register(_Message, frozen=True, tag="register"):
     block positions from ``want.first_token // block_size`` on.
     """
 
-    transfer_id: TransferId
-    registration_id: RegistrationId
+    transfer_id: Transfer
+    registration_id: Registration
     want: Want
     blocks: tuple[bytes, ...]
 
@@ -113,15 +123,15 @@ class Register(_Message, frozen=True, tag="register"):
 class LeaseRequest(_Message, frozen=True, tag="lease_request"):
     """D → P (pull): let me read ``want``."""
 
-    transfer_id: TransferId
-    registration_id: RegistrationId
+    transfer_id: Transfer
+    registration_id: Registration
     want: Want
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
     """P → D: known, and waiting for the prompt to be computed."""
 
-    registration_id: RegistrationId
+    registration_id: Registration
 
 
 class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
@@ -130,8 +140,8 @@ class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
     ``blocks`` is aligned with the request's ``want`` as in :class:`Register`.
     """
 
-    registration_id: RegistrationId
-    generation: int
+    registration_id: Registration
+    generation: Count
     seconds: float
     blocks: tuple[bytes, ...]
 
@@ -145,66 +155,66 @@ class Done(_Message, frozen=True, tag="done"):
     the receiver counts distinct pieces up to ``total``.
     """
 
-    registration_id: RegistrationId
-    seq: int
-    total: int
-    bytes: int
-    descriptors: int
+    registration_id: Registration
+    seq: Count
+    total: Count
+    bytes: Count
+    descriptors: Count
 
 
 class Finished(_Message, frozen=True, tag="finished"):
     """P → D (push): all pieces have landed; the answer to a repeated Register."""
 
-    registration_id: RegistrationId
+    registration_id: Registration
 
 
 class Refused(_Message, frozen=True, tag="refused"):
     """P → D: it will not happen, and nothing of mine writes for it any more."""
 
-    registration_id: RegistrationId
+    registration_id: Registration
     reason: str
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
     """D → P: stop; I want to use the blocks for something else."""
 
-    registration_id: RegistrationId
-    transfer_id: TransferId
+    registration_id: Registration
+    transfer_id: Transfer
 
 
 class Cancelled(_Message, frozen=True, tag="cancelled"):
     """P → D: nothing of mine writes for this registration any more."""
 
-    registration_id: RegistrationId
+    registration_id: Registration
 
 
 class ReadDone(_Message, frozen=True, tag="read_done"):
     """D → P (pull): my READ has ended."""
 
-    registration_id: RegistrationId
-    transfer_id: TransferId
-    generation: int
+    registration_id: Registration
+    transfer_id: Transfer
+    generation: Count
     ok: bool
 
 
 class ReadConfirmed(_Message, frozen=True, tag="read_confirmed"):
     """P → D (pull): whether the blocks were yours until your READ had ended."""
 
-    registration_id: RegistrationId
+    registration_id: Registration
     ok: bool
 
 
 class NotNeeded(_Message, frozen=True, tag="not_needed"):
     """D → P: ``receivers`` of this hand-off will not ask; 0 stands for all."""
 
-    transfer_id: TransferId
-    receivers: int
+    transfer_id: Transfer
+    receivers: Count
 
 
 class Renew(_Message, frozen=True, tag="renew"):
     """D → P: requests of mine still wait to ask for these."""
 
-    transfer_ids: tuple[TransferId, ...]
+    transfer_ids: tuple[Transfer, ...]
 
 
 class Ping(_Message, frozen=True, tag="ping"):
@@ -240,11 +250,18 @@ Message: TypeAlias = (
 )
 
 
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The sender's encoded :class:`RankInfo`, and its proof of holding the token."""
+
+    rank: bytes
+    proof: bytes
+
+
 class Packet(msgspec.Struct, frozen=True, array_like=True):
     """One notification."""
 
     protocol: int
-    hello: bytes | None
+    hello: Hello | None
     body: Message
 
 
@@ -260,6 +277,12 @@ class GetIntegrity(_Message, frozen=True, tag="get_integrity"):
 
 class GetHandoffs(_Message, frozen=True, tag="get_handoffs"):
     """Side channel: the latest finished hand-offs."""
+
+
+class GetFailure(_Message, frozen=True, tag="get_failure"):
+    """Side channel: what became of this hand-off?"""
+
+    transfer_id: Transfer
 
 
 class Ranks(_Message, frozen=True, tag="ranks"):
@@ -280,7 +303,7 @@ class SideChannelError(_Message, frozen=True, tag="error"):
     reason: str
 
 
-SideChannelRequest: TypeAlias = GetRanks | GetIntegrity | GetHandoffs
+SideChannelRequest: TypeAlias = GetRanks | GetIntegrity | GetHandoffs | GetFailure
 SideChannelReply: TypeAlias = Ranks | Report | SideChannelError
 
 _T = TypeVar("_T")

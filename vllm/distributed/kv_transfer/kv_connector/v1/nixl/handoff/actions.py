@@ -96,6 +96,18 @@ class Received:
     seconds: float
 
 
+class FailureKind(StrEnum):
+    """Why KV did not come, coarsely; the label of a metric."""
+
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    PEER_LOST = "peer_lost"
+    TIMEOUT = "timeout"
+    TRANSFER = "transfer"
+    LEASE = "lease"
+    CANCELLED = "cancelled"
+
+
 @dataclass(frozen=True)
 class ReceiveFailed:
     """D: the KV will not come.
@@ -105,6 +117,7 @@ class ReceiveFailed:
     """
 
     registration_id: RegistrationId
+    kind: FailureKind
     reason: str
     quiet: bool
 

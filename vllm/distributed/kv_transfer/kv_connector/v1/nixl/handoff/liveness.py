@@ -30,6 +30,11 @@ class Liveness:
         if watch is not None:
             watch.heard = now
 
+    def excuse(self, now: float) -> None:
+        """The silence until ``now`` was not the peers' fault."""
+        for watch in self._watched.values():
+            watch.heard = now
+
     def forget(self, peer: AgentName) -> None:
         """Stop judging ``peer``."""
         self._watched.pop(peer, None)

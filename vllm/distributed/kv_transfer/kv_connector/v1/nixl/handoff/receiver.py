@@ -33,6 +33,7 @@ from ..wire import (
 )
 from .actions import (
     Action,
+    FailureKind,
     Received,
     ReceiveFailed,
     ReceiveQuiet,
@@ -138,7 +139,7 @@ class ReceiverTable:
         attempt = self._attempts.get(registration_id)
         if attempt is None or attempt.state is not _State.CONNECTING:
             return []
-        return self._fail(attempt, reason, now)
+        return self._fail(attempt, FailureKind.UNREACHABLE, reason, now)
 
     def cancel(
         self, registration_id: RegistrationId, reason: str, now: float
@@ -149,7 +150,7 @@ class ReceiverTable:
             return [Report(ReceiveQuiet(registration_id))]
         if attempt.state is _State.QUIESCING:
             return []
-        return self._fail(attempt, reason, now)
+        return self._fail(attempt, FailureKind.CANCELLED, reason, now)
 
     # ---- what prefill engines say
 
@@ -193,7 +194,7 @@ class ReceiverTable:
         source.quiet = True
         if attempt.state is _State.QUIESCING:
             return self._quiesce(attempt)
-        return self._fail(attempt, reason, now)
+        return self._fail(attempt, FailureKind.REFUSED, reason, now)
 
     def cancelled(
         self, peer: AgentName, registration_id: RegistrationId
@@ -214,18 +215,23 @@ class ReceiverTable:
             return []
         if source.granted is not None:
             if source.granted.generation != msg.generation:
-                return self._fail(attempt, "the leased KV was replaced", now)
+                return self._fail(
+                    attempt, FailureKind.LEASE, "the leased KV was replaced", now
+                )
             return []
         if attempt.state not in (_State.REQUESTED, _State.ACCEPTED, _State.READING):
             return []
         try:
             remote = tuple(unpack_blocks(group) for group in msg.blocks)
         except WireError as error:
-            return self._fail(attempt, str(error), now)
+            return self._fail(attempt, FailureKind.LEASE, str(error), now)
         wanted = [len(group) for group in attempt.request.blocks]
         if [len(group) for group in remote] != wanted:
             return self._fail(
-                attempt, f"the lease covers other blocks than the {wanted} wanted", now
+                attempt,
+                FailureKind.LEASE,
+                f"the lease covers other blocks than the {wanted} wanted",
+                now,
             )
         source.granted = msg
         attempt.state = _State.READING
@@ -268,7 +274,7 @@ class ReceiverTable:
         if attempt.state is _State.QUIESCING:
             return actions + self._quiesce(attempt)
         if failure is not None:
-            return actions + self._fail(attempt, failure, now)
+            return actions + self._fail(attempt, FailureKind.TRANSFER, failure, now)
         if attempt.open_reads == 0 and all(
             source.granted is not None for source in attempt.sources.values()
         ):
@@ -284,7 +290,10 @@ class ReceiverTable:
             return []
         if not ok:
             return self._fail(
-                attempt, "the prefill engine let go of the KV before it was read", now
+                attempt,
+                FailureKind.LEASE,
+                "the prefill engine let go of the KV before it was read",
+                now,
             )
         source.finished = True
         return self._progress(attempt, now)
@@ -296,7 +305,7 @@ class ReceiverTable:
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
             if peer in attempt.sources and attempt.state is not _State.QUIESCING:
-                actions += self._fail(attempt, reason, now)
+                actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
     def peer_gone(self, peer: AgentName, reason: str, now: float) -> list[Action]:
@@ -310,7 +319,7 @@ class ReceiverTable:
             if attempt.state is _State.QUIESCING:
                 actions += self._quiesce(attempt)
             else:
-                actions += self._fail(attempt, reason, now)
+                actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -320,6 +329,7 @@ class ReceiverTable:
             if attempt.state is not _State.QUIESCING and now > attempt.deadline:
                 actions += self._fail(
                     attempt,
+                    FailureKind.TIMEOUT,
                     f"no KV came within {attempt.request.timeout:g} s "
                     "(push_registration_timeout)",
                     now,
@@ -424,7 +434,9 @@ class ReceiverTable:
             )
         ]
 
-    def _fail(self, attempt: _Attempt, reason: str, now: float) -> list[Action]:
+    def _fail(
+        self, attempt: _Attempt, kind: FailureKind, reason: str, now: float
+    ) -> list[Action]:
         exposed = attempt.state is not _State.CONNECTING
         attempt.state = _State.QUIESCING
         registration_id = attempt.request.registration_id
@@ -432,10 +444,13 @@ class ReceiverTable:
             del self._attempts[registration_id]
             # A reader that gives up tells its lender; a writer has spoken already.
             told: list[Action] = self._ask(attempt, now) if exposed else []
-            return [*told, Report(ReceiveFailed(registration_id, reason, quiet=True))]
+            return [
+                *told,
+                Report(ReceiveFailed(registration_id, kind, reason, quiet=True)),
+            ]
         return [
             *self._ask(attempt, now),
-            Report(ReceiveFailed(registration_id, reason, quiet=False)),
+            Report(ReceiveFailed(registration_id, kind, reason, quiet=False)),
         ]
 
     def _is_quiet(self, attempt: _Attempt) -> bool:

@@ -52,6 +52,7 @@ from .history import History
 
 HISTORY = 8192
 MAX_CLAIMS_PER_HANDOFF = 4096
+MAX_HANDOFFS = 65536
 
 
 class _Stage(Enum):
@@ -233,6 +234,8 @@ class SenderTable:
         handoff = self._find(transfer_id)
         if handoff is None:
             if self._closed.get(transfer_id) is not None:
+                return []
+            if len(self._handoffs) >= MAX_HANDOFFS:
                 return []
             handoff = self._open(transfer_id, now)
         handoff.ended += receivers
@@ -418,6 +421,8 @@ class SenderTable:
             reason = self._closed.get(transfer_id)
             if reason is not None:
                 return [Send(peer, self._refuse(claim, reason))]
+            if len(self._handoffs) >= MAX_HANDOFFS:
+                return [Send(peer, self._refuse(claim, "too many hand-offs"))]
             handoff = self._open(transfer_id, now)
         if handoff.withdrawn is not None:
             return [Send(peer, self._refuse(claim, handoff.withdrawn))]

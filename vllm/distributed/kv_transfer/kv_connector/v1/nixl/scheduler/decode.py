@@ -6,6 +6,7 @@ is parked for its KV, and OVER from then on: it never asks a second time, so a
 preempted or failed one is prefilled here.
 """
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from ..handoff.receiver import ReceiveRequest
 from ..ids import Mode, RegistrationId, RequestId, TransferId, new_registration_id
 from ..params import DecodeParams, external_id
 from ..side_channel import Address
+from ..stats import StatsCollector
 from ..wire import Want
 from .pins import Pin, PinBoard, PinState
 from .prefill import LINGER_SECONDS
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+QUARANTINE_LOG_SECONDS = 5.0
+"""Blocks that are held longer for want of an answer are named in the log."""
 
 
 class _Phase(Enum):
@@ -74,6 +79,8 @@ class _Attempt:
     seconds: float = 0.0
     outcome: str = ""
     cause: str = ""
+    quarantined_at: float | None = None
+    quarantine_logged: bool = False
 
 
 class DecodeSide:
@@ -96,6 +103,7 @@ class DecodeSide:
         suffix_appended: bool,
         pins: PinBoard,
         records: Records,
+        stats: StatsCollector,
     ) -> None:
         self._mode = mode
         self._block_size = block_size
@@ -104,6 +112,7 @@ class DecodeSide:
         self._suffix_appended = suffix_appended
         self._pins = pins
         self._records = records
+        self._stats = stats
         self._waiters: dict[RequestId, _Waiter] = {}
         self._attempts: dict[RegistrationId, _Attempt] = {}
         self._of_request: dict[RequestId, _Attempt] = {}
@@ -199,7 +208,7 @@ class DecodeSide:
             self._commands.append(
                 CancelReceive(attempt.registration_id, "the decode request has ended")
             )
-            attempt.pin.state = PinState.QUIESCING
+            self._quarantine(attempt)
             self._tell(attempt)
         elif attempt.engine is _Engine.FAILURE_DUE:
             self._tell(attempt)
@@ -238,11 +247,13 @@ class DecodeSide:
         attempt = self._attempts.get(event.registration_id)
         if attempt is None:
             return
+        if not event.quiet:
+            self._quarantine(attempt)
         if attempt.engine is _Engine.PARKED:
+            self._stats.receive_failed(event.kind)
             attempt.engine = _Engine.FAILURE_DUE
             attempt.outcome = "failed"
             attempt.cause = event.reason
-            attempt.pin.state = PinState.QUIESCING
             logger.warning(
                 "Hand-off %s for request %s failed: %s",
                 attempt.waiter.transfer_id,
@@ -262,6 +273,28 @@ class DecodeSide:
         if attempt is not None:
             self._quiet(rank, attempt)
 
+    def warn_of_quarantine(self, now: float) -> None:
+        """Name, once each, the blocks whose peer has not answered for a while."""
+        for attempt in self._attempts.values():
+            since = attempt.quarantined_at
+            if (
+                since is None
+                or attempt.quarantine_logged
+                or now - since < QUARANTINE_LOG_SECONDS
+            ):
+                continue
+            attempt.quarantine_logged = True
+            logger.warning(
+                "Hand-off %s: %d blocks are quarantined, because the prefill engine "
+                "at %s:%d may still write into them and has not answered for %.0f s. "
+                "They are freed when it answers or is proven gone; restarting this "
+                "engine frees them too.",
+                attempt.waiter.transfer_id,
+                len(attempt.pin),
+                *attempt.waiter.address,
+                now - since,
+            )
+
     def complete(self, output: "KVConnectorOutput") -> None:
         """Give the engine its completions, each once."""
         for request_id in output.failed_recving:
@@ -278,7 +311,8 @@ class DecodeSide:
     def release_due(self, now: float) -> bool:
         """Whether something may come at any moment, so that steps are wanted."""
         return bool(self._commands or self._completed) or any(
-            now - attempt.started_at < LINGER_SECONDS
+            now - (attempt.quarantined_at or attempt.started_at) < LINGER_SECONDS
+            or (attempt.quarantined_at is not None and not attempt.quarantine_logged)
             for attempt in self._attempts.values()
         )
 
@@ -313,6 +347,11 @@ class DecodeSide:
             )
         )
 
+    def _quarantine(self, attempt: _Attempt) -> None:
+        if attempt.pin.state is not PinState.QUIESCING:
+            attempt.pin.state = PinState.QUIESCING
+            attempt.quarantined_at = time.monotonic()
+
     def _tell(self, attempt: _Attempt) -> None:
         """Let the engine take its request up, or apart."""
         attempt.engine = _Engine.TOLD
@@ -324,6 +363,12 @@ class DecodeSide:
     def _quiet(self, rank: int, attempt: _Attempt) -> None:
         attempt.quiet_ranks.add(rank)
         if len(attempt.quiet_ranks) == self._world_size:
+            if attempt.quarantine_logged:
+                logger.info(
+                    "Hand-off %s: %d quarantined blocks are free again",
+                    attempt.waiter.transfer_id,
+                    len(attempt.pin),
+                )
             self._pins.release(attempt.pin)
             del self._attempts[attempt.registration_id]
         self._drop_if_over(attempt)

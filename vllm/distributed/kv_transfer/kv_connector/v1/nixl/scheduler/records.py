@@ -56,6 +56,13 @@ class Records:
         """The kept ones, oldest first."""
         return [asdict(record) for record in self._kept.copy()]
 
+    def failure(self, transfer_id: TransferId) -> dict[str, object] | None:
+        """The latest record of one hand-off, if it is still kept."""
+        for record in reversed(self._kept.copy()):
+            if record.transfer_id == transfer_id:
+                return asdict(record)
+        return None
+
     def totals(self) -> dict[str, int]:
         """Counts by role and outcome, and sums of tokens and bytes."""
         return dict(self._totals)

@@ -11,6 +11,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from ..auth import AllowedPeers, Token
 from ..commands import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
@@ -19,7 +20,7 @@ from ..commands import (
 )
 from ..config import ConnectorConfig
 from ..handoff.actions import Received, ReceiveFailed, ReceiveQuiet, SenderClosed
-from ..ids import EngineId, Mode, RequestId
+from ..ids import EngineId, Mode, RequestId, TransferId
 from ..params import (
     DecodeParams,
     ParamsError,
@@ -28,8 +29,9 @@ from ..params import (
     parse_params,
 )
 from ..side_channel import SideChannelServer
+from ..stats import NixlKVConnectorStats, StatsCollector
 from .decode import DecodeSide
-from .pins import PinBoard
+from .pins import PinBoard, PinState
 from .prefill import PrefillSide
 from .records import Records
 
@@ -57,6 +59,8 @@ class NixlScheduler:
         block_size = vllm_config.cache_config.block_size
         world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         suffix = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+        self._token = Token.load(config.side_channel_token_file)
+        self._allowed = AllowedPeers(config.allowed_peers)
         self._engine_id = engine_id
         self._mode = mode
         self._address = PrefillAddress(
@@ -68,6 +72,7 @@ class NixlScheduler:
         )
         self._pins = PinBoard()
         self._records = Records()
+        self._stats = StatsCollector()
         self._prefill = PrefillSide(
             mode,
             self._address,
@@ -85,6 +90,7 @@ class NixlScheduler:
             suffix,
             self._pins,
             self._records,
+            self._stats,
         )
         self._tables: dict[int, dict[str, int]] = {}
         self._server: SideChannelServer | None = None
@@ -106,8 +112,8 @@ class NixlScheduler:
         self._server = SideChannelServer(
             (self._address.host, self._address.port),
             [workers[place].rank_info for place in sorted(workers)],
-            self.integrity,
-            self._records.latest,
+            self,
+            self._token,
         )
         logger.info(
             "Side channel of engine %s listens on %s:%d",
@@ -139,6 +145,15 @@ class NixlScheduler:
         if isinstance(params, PrefillParams):
             self._prefill.new_request(request, params)
         elif isinstance(params, DecodeParams):
+            if not self._allowed.allows(params.address.host):
+                logger.warning(
+                    "Request %s is served without a hand-off: remote_host %r is not "
+                    "in allowed_peers",
+                    request.request_id,
+                    params.address.host,
+                )
+                self._records.count("peer_not_allowed")
+                return
             self._decode.new_request(request, params)
 
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int, bool]:
@@ -165,7 +180,9 @@ class NixlScheduler:
 
     def build_metadata(self, output: "SchedulerOutput") -> NixlConnectorMetadata:
         """This step's orders to the workers."""
-        commands, offers = self._prefill.build(output, time.monotonic())
+        now = time.monotonic()
+        commands, offers = self._prefill.build(output, now)
+        self._decode.warn_of_quarantine(now)
         more, failing, reply = self._decode.build()
         return NixlConnectorMetadata((*commands, *more), tuple(offers), failing, reply)
 
@@ -176,6 +193,11 @@ class NixlScheduler:
             for report in metadata.reports:
                 self._take(report)
         self._decode.complete(output)
+
+    def stats(self) -> NixlKVConnectorStats | None:
+        """What the scheduler side has observed since the last call."""
+        self._stats.quarantine(self._pins.counts()[PinState.QUIESCING])
+        return self._stats.take()
 
     def wants_steps(self) -> bool:
         """Whether an engine without requests should step on for a moment."""
@@ -197,6 +219,14 @@ class NixlScheduler:
             "tables": tables,
             "counters": self._records.totals(),
         }
+
+    def handoffs(self) -> list[dict[str, object]]:
+        """The latest finished hand-offs, oldest first."""
+        return self._records.latest()
+
+    def failure(self, transfer_id: TransferId) -> dict[str, object] | None:
+        """What became of one hand-off."""
+        return self._records.failure(transfer_id)
 
     def _take(self, report: RankReport) -> None:
         self._tables[report.rank] = report.tables

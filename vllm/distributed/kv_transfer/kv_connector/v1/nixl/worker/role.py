@@ -7,6 +7,7 @@ Everything here runs on the forward thread and returns at once, except
 
 import time
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ..agent import Agent
+from ..auth import Token
 from ..commands import (
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
@@ -45,7 +47,12 @@ _CLOSED_TEXT = "register_kv_caches has not been called, or shutdown has"
 
 
 class NixlWorker:
-    """One worker rank's side of the connector."""
+    """One worker rank's side of the connector.
+
+    ``agent_class`` is where a test puts a transport that misbehaves.
+    """
+
+    agent_class: ClassVar[type[Agent]] = Agent
 
     def __init__(
         self,
@@ -157,7 +164,7 @@ class NixlWorker:
         on_cpu = current_platform.device_type == "cpu"
         mem_type = _memory_type(self._vllm_config)
         threads = self._config.num_threads
-        agent = Agent(
+        agent = self.agent_class(
             new_agent_name(self._engine_id, self._rank),
             self._config.backends,
             num_threads=(0 if on_cpu else 4) if threads is None else threads,
@@ -166,7 +173,13 @@ class NixlWorker:
         agent.register(layout.ranges, mem_type)
         self._info = self._describe(agent, layout, mem_type)
         return TransferLoop(
-            self._config, self._mode, agent, self._info, publish, time.monotonic
+            self._config,
+            self._mode,
+            agent,
+            self._info,
+            Token.load(self._config.side_channel_token_file),
+            publish,
+            time.monotonic,
         )
 
     def _describe(self, agent: Agent, layout: CacheLayout, mem_type: str) -> RankInfo:
