@@ -7,7 +7,6 @@ a pace that follows what may arrive.
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from vllm.logger import init_logger
@@ -23,12 +22,32 @@ SPIN_SECONDS = 0.00002
 SOON_SECONDS = (0.0001, 0.001)
 """Shortest and longest wait while an answer is awaited; it grows in silence."""
 
-RELAXED_SECONDS = 0.02
+RELAXED_SECONDS = 0.04
 """Wait while only a first contact can come."""
 
 _CLOSE_TIMEOUT = 5.0
 
 Order = Command | PendingOffer
+
+
+class _Outbox:
+    """Facts on their way to the forward thread; what is outdated is not kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._facts: Facts | None = None
+
+    def put(self, facts: Facts) -> None:
+        """Add what one step brought."""
+        with self._lock:
+            earlier = () if self._facts is None else self._facts.events
+            self._facts = Facts(earlier + facts.events, facts.tables)
+
+    def take(self) -> Facts | None:
+        """All since the last call, if there is anything."""
+        with self._lock:
+            facts, self._facts = self._facts, None
+            return facts
 
 
 class TransferThread:
@@ -46,7 +65,7 @@ class TransferThread:
         self, make_loop: Callable[[Callable[[Facts], None]], TransferLoop]
     ) -> None:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._facts: deque[Facts] = deque()
+        self._outbox = _Outbox()
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._failures: list[Exception] = []
@@ -76,9 +95,9 @@ class TransferThread:
         for order in orders:
             self._orders.put(order)
 
-    def drain(self) -> list[Facts]:
-        """Take the facts published since the last call; never waits."""
-        return [self._facts.popleft() for _ in range(len(self._facts))]
+    def drain(self) -> Facts | None:
+        """Take what was published since the last call, if anything; never waits."""
+        return self._outbox.take()
 
     def close(self) -> None:
         """End the thread; peers are told first."""
@@ -92,7 +111,7 @@ class TransferThread:
         self, make_loop: Callable[[Callable[[Facts], None]], TransferLoop]
     ) -> None:
         try:
-            self._loop = make_loop(self._facts.append)
+            self._loop = make_loop(self._outbox.put)
         except Exception as error:  # noqa: BLE001 - raised again by the creator
             self._failures.append(error)
             return

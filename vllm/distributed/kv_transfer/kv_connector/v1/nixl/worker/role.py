@@ -127,21 +127,13 @@ class NixlWorker:
 
     def worker_metadata(self) -> NixlWorkerMetadata | None:
         """The facts since the last step, if there are any or an answer is due."""
-        facts = self._thread.drain() if self._thread is not None else []
+        facts = None if self._thread is None else self._thread.drain()
         reply, self._reply = self._reply, False
-        if not facts and not reply:
-            return None
-        if not facts:
-            return NixlWorkerMetadata()
-        return NixlWorkerMetadata(
-            [
-                RankReport(
-                    rank=self._rank,
-                    events=tuple(event for fact in facts for event in fact.events),
-                    tables=facts[-1].tables,
-                )
-            ]
-        )
+        if facts is not None:
+            return NixlWorkerMetadata(
+                [RankReport(self._rank, facts.events, facts.tables)]
+            )
+        return NixlWorkerMetadata() if reply else None
 
     def stats(self) -> NixlKVConnectorStats | None:
         """Transfer statistics since the last call."""
