@@ -33,8 +33,7 @@ test: install
 test-full: install
 	@$(BIN)/python -m pytest -m 'full or not full'
 
-demo: check-python
-	@$(FORK_BUILD) install --extras dev,demo
+demo: install
 	@$(BIN)/python examples/disaggregated/disaggregated_serving/demo.py
 
 rebase-base: check-python

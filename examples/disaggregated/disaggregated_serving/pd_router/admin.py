@@ -72,8 +72,8 @@ async def add_worker(router: Router, raw: bytes) -> dict[str, Any]:
     role, address = _role_and_address(fields)
     allowed = {"role", "address"}
     channel = None
-    if role is Role.PREFILL and router.config.mode is Mode.PUSH:
-        allowed |= _CHANNEL_KEYS.keys()
+    is_source = role is Role.PREFILL and router.config.mode is Mode.PUSH
+    allowed |= _CHANNEL_KEYS.keys() if is_source else {"side_channel"}
     unknown = sorted(fields.keys() - allowed)
     if unknown:
         raise RejectedRequest(
@@ -81,10 +81,14 @@ async def add_worker(router: Router, raw: bytes) -> dict[str, Any]:
             f"expected {', '.join(sorted(allowed))}"
         )
     try:
-        if role is Role.PREFILL and router.config.mode is Mode.PUSH:
+        report_address = None
+        if is_source:
             given = {to: fields.get(key) for key, to in _CHANNEL_KEYS.items()}
             channel = make_side_channel(address, **given)
-        spec = WorkerSpec(role, address, channel)
+            report_address = channel.address
+        elif fields.get("side_channel") is not None:
+            report_address = Address.parse(str(fields["side_channel"]), "side_channel")
+        spec = WorkerSpec(role, address, channel, report_address)
     except ConfigError as error:
         raise RejectedRequest(str(error)) from error
     try:
@@ -132,6 +136,8 @@ def _describe(worker: Worker) -> dict[str, Any]:
             "tp_size": channel.tp_size,
             "pp_size": channel.pp_size,
         }
+    elif worker.spec.report_address is not None:
+        described["side_channel"] = str(worker.spec.report_address)
     return described
 
 

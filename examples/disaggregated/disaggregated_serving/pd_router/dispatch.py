@@ -25,11 +25,17 @@ from .legs import (
 )
 from .metrics import Metrics
 from .rewrite import prefill_body, prefill_params, with_params
+from .side_channel import SideChannelClient
 from .workers import Lease, NoWorkerError, Registry, Work, Worker
 
 logger = logging.getLogger("pd_router")
 
 T = TypeVar("T")
+
+# Failures that left no hand-off behind which an engine could tell about.
+_NEVER_BEGUN = frozenset(
+    {Cause.PREFILL_CONNECT, Cause.DECODE_CONNECT, Cause.NO_WORKER, Cause.SHUTDOWN}
+)
 
 # A prefill answer that is on its way when the decode answer is complete.
 _PREFILL_GRACE_SECONDS = 1.0
@@ -100,11 +106,13 @@ class Legs:
         workers: Registry,
         backend: Backend,
         metrics: Metrics,
+        side_channels: SideChannelClient,
     ) -> None:
         self.config = config
         self.workers = workers
         self.metrics = metrics
         self._backend = backend
+        self._side_channels = side_channels
 
     def acquire(
         self, attempt: Attempt, role: Role, excluded: Collection[Worker] = ()
@@ -196,6 +204,17 @@ class Legs:
                 if attempt.complete():
                     result.value = "ok"
 
+    async def explain(self, attempt: Attempt, error: HandoffError) -> None:
+        """Add to a failure what the engines say about it, if they can be asked."""
+        if error.cause in _NEVER_BEGUN:
+            return
+        asked = [w for w in (attempt.decode, attempt.prefill) if w is not None]
+        if attempt.decode and attempt.decode.spec.report_address is None:
+            return
+        error.detail = await self._side_channels.explain(attempt.transfer_id, asked)
+        if error.detail is not None:
+            logger.warning("%s failed: %s", attempt, error.detail)
+
     def _timed(self, role: Role) -> "_LegTimer":
         return _LegTimer(self.metrics, role)
 
@@ -253,14 +272,22 @@ class Dispatcher(ABC):
                 try:
                     answer = await self.attempt(attempt, excluded, stack)
                 except HandoffError as error:
-                    self.legs.metrics.handoff_failure(error.cause)
-                    if not left or not self._another(error, excluded):
-                        raise
-                    self.legs.metrics.retry(error.cause)
-                    logger.info("%s is tried again: %s", attempt, error)
-                    continue
-                yield answer
-                return
+                    failure = error
+                else:
+                    yield answer
+                    return
+            self.legs.metrics.handoff_failure(failure.cause)
+            if not left or not self._another(failure, excluded):
+                # By now all legs have ended, so nobody waits for the answer but
+                # the client.
+                await self.explain(attempt, failure)
+                raise failure
+            self.legs.metrics.retry(failure.cause)
+            logger.info("%s is tried again: %s", attempt, failure)
+
+    async def explain(self, attempt: Attempt, error: HandoffError) -> None:
+        """Ask the engines why a hand-off failed."""
+        await self.legs.explain(attempt, error)
 
     def _another(self, error: HandoffError, excluded: set[Worker]) -> bool:
         worker = error.worker
@@ -283,6 +310,9 @@ class LocalDispatcher(Dispatcher):
         self.legs.metrics.local_prefill("unsupported_fields")
         logger.info("%s is served without a hand-off", attempt)
         return await stack.enter_async_context(self.legs.decode(attempt, worker, None))
+
+    async def explain(self, attempt: Attempt, error: HandoffError) -> None:
+        """Ask nobody: there was no hand-off."""
 
 
 def start(stack: AsyncExitStack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

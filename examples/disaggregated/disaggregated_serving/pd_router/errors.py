@@ -107,7 +107,10 @@ class BackendRejection(RouterError):
 
 
 class HandoffError(RouterError):
-    """The request failed between the engines; sending it again may work."""
+    """The request failed between the engines; sending it again may work.
+
+    ``detail`` is what the engines say about it, where they were asked.
+    """
 
     def __init__(
         self,
@@ -119,11 +122,13 @@ class HandoffError(RouterError):
         retry_after: str | None = None,
         worker: Worker | None = None,
         worker_status: int | None = None,
+        detail: str | None = None,
     ) -> None:
         super().__init__(message)
         self.cause = cause
         self.worker = worker
         self.worker_status = worker_status
+        self.detail = detail
         self.transfer_id = transfer_id
         self.status = 504 if timeout else 503
         self.retry_after = retry_after or str(RETRY_AFTER_SECONDS)
@@ -140,6 +145,8 @@ class HandoffError(RouterError):
             "transfer_id": self.transfer_id,
             "cause": str(self.cause),
         }
+        if self.detail is not None:
+            error["detail"] = self.detail
         headers = {"Retry-After": self.retry_after}
         if self.cause is Cause.SHUTDOWN:
             headers["Connection"] = "close"

@@ -29,6 +29,7 @@ from .pull import PullDispatcher
 from .push import PushDispatcher
 from .relay import ClientConnection, InFlight, RelayResponse, relay_one
 from .rewrite import COMPLETIONS_PATH, KV_PARAMS, Body, needs_local_prefill
+from .side_channel import SideChannelClient, Token
 from .workers import Registry, Scorer
 
 DISPATCHERS: Mapping[Mode, type[Dispatcher]] = {
@@ -40,7 +41,11 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class Router:
-    """Everything of one router except the HTTP server around it."""
+    """Everything of one router except the HTTP server around it.
+
+    Raises:
+        ConfigError: the token file holds no token.
+    """
 
     def __init__(self, config: RouterConfig, scorer: Scorer | None = None) -> None:
         self.config = config
@@ -56,7 +61,13 @@ class Router:
             config.health_interval,
             config.timeouts.health,
         )
-        legs = Legs(config, self.workers, self._backend, self.metrics)
+        token_file = config.side_channel_token_file
+        self._side_channels = SideChannelClient(
+            None if token_file is None else Token.load(token_file)
+        )
+        legs = Legs(
+            config, self.workers, self._backend, self.metrics, self._side_channels
+        )
         self._dispatcher = DISPATCHERS[config.mode](legs)
         self._local = LocalDispatcher(legs)
         self._monitor: asyncio.Task[None] | None = None
@@ -73,6 +84,7 @@ class Router:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._monitor
         await self._backend.stop()
+        self._side_channels.close()
 
     def respond(
         self, path: str, raw: bytes, headers: Mapping[str, str]

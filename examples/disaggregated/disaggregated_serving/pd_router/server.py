@@ -5,19 +5,22 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
 import uvicorn
 
 from .app import build_app
-from .config import Mode, RouterConfig, parse_args
+from .arguments import parse_args
+from .config import ConfigError, Mode, RouterConfig
 from .router import Router
 
 logger = logging.getLogger("pd_router")
 
 # For connections to close once their requests have ended.
 _CLOSE_SECONDS = 5
+_EXIT_USAGE = 2
 _EXIT_NOT_STARTED = 3
 
 
@@ -76,7 +79,11 @@ class DrainingServer(uvicorn.Server):
 
 
 def build_server(config: RouterConfig) -> DrainingServer:
-    """A server for one router; the caller runs it."""
+    """A server for one router; the caller runs it.
+
+    Raises:
+        ConfigError: the token file holds no token.
+    """
     router = Router(config)
     return DrainingServer(
         uvicorn.Config(
@@ -98,7 +105,11 @@ def main(mode: Mode, argv: Sequence[str] | None = None) -> int:
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    server = build_server(config)
+    try:
+        server = build_server(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return _EXIT_USAGE
     logger.info(
         "%s router on http://%s:%d, %d worker(s)",
         mode,

@@ -114,7 +114,7 @@ class Agent:
     def add_peer(self, metadata: bytes) -> AgentName:
         """Make a peer known; connects lazily."""
         name = self._call(lambda: self._agent.add_remote_agent(metadata))
-        return AgentName(name.decode() if isinstance(name, bytes) else name)
+        return AgentName(_text(name))
 
     def remove_peer(self, peer: AgentName) -> None:
         """Forget a peer; its descriptor lists and open transfers become invalid."""
@@ -191,7 +191,7 @@ class Agent:
         """Take what has arrived, and let the transport make progress."""
         received = self._call(self._agent.get_new_notifs)
         return [
-            (AgentName(peer.decode() if isinstance(peer, bytes) else peer), message)
+            (AgentName(_text(peer)), message)
             for peer, messages in received.items()
             for message in messages
         ]
@@ -216,6 +216,11 @@ class Agent:
             raise PeerDisconnected(str(error)) from error
         except Exception as error:
             raise AgentError(f"{type(error).__name__}: {error}") from error
+
+
+def _text(name: str | bytes) -> str:
+    # A peer may choose bytes that are no text; it is then one that nobody knows.
+    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
 
 
 _STATES = {

@@ -70,7 +70,7 @@ class Token:
 
         Agent names are new in every incarnation, so an overheard one opens nothing.
         """
-        text = f"hello|{sender}|{receiver}".encode()
+        text = f"hello|{len(sender)}|{sender}|{receiver}".encode()
         return hmac.digest(self._secret, text, "sha256")
 
     def _key(self, role: str) -> bytes:
@@ -103,11 +103,11 @@ class AllowedPeers:
         self._names = {p.casefold() for p in patterns if "/" not in p}
         self._networks = []
         for pattern in patterns:
-            if "/" not in pattern:
-                continue
             try:
                 self._networks.append(ip_network(pattern))
             except ValueError as error:
+                if "/" not in pattern:
+                    continue
                 raise ConfigError(
                     f"allowed_peers has {pattern!r}, which is no network: {error}"
                 ) from error

@@ -4,7 +4,11 @@
 from collections.abc import Mapping
 
 from .topology import RankShape, TopologyError, source_ranks
-from .wire import PROTOCOL_VERSION, RankInfo
+from .wire import MAX_REASON_CHARS, PROTOCOL_VERSION, RankInfo
+
+
+MAX_PAGES = 2**31 - 1
+"""Pages of all regions of a rank: their numbers are int32."""
 
 
 def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
@@ -28,7 +32,7 @@ def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
     except TopologyError as error:
         problems.append(str(error))
     problems += _region_differences(local, remote)
-    return "; ".join(problems) or None
+    return "; ".join(problems)[:MAX_REASON_CHARS] or None
 
 
 def _shape(info: RankInfo) -> RankShape:
@@ -58,6 +62,9 @@ def _region_differences(local: RankInfo, remote: RankInfo) -> list[str]:
     missing = sorted(set(ours) ^ set(theirs))
     if missing:
         return [f"layers on one side only: {', '.join(missing[:4])}"]
+    counts = {region.num_blocks for region in remote.regions}
+    if len(counts) > 1 or not 0 < max(counts) <= MAX_PAGES // len(remote.regions):
+        return [f"the remote caches have {sorted(counts)[:4]} blocks, which cannot be"]
     for layer, region in ours.items():
         other = theirs[layer]
         if region.page_bytes != other.page_bytes:

@@ -5,6 +5,7 @@ The dict comes from a client's request body, so nothing in it is trusted: it is
 parsed once into one of two typed values or refused with a reason.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,22 @@ class DecodeParams:
 
 
 def _error(key: str, value: object, expected: str) -> ParamsError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return ParamsError(f"kv_transfer_params[{key!r}] is {shown}, expected {expected}")
+    return ParamsError(
+        f"kv_transfer_params[{key!r}] is {_shown(value)}, expected {expected}"
+    )
+
+
+def _shown(value: object) -> str:
+    """A short text for any value, made without looking at all of it."""
+    match value:
+        case None | bool() | float():
+            return repr(value)
+        case int():
+            bits = value.bit_length()
+            return repr(value) if bits <= 64 else f"an integer of {bits} bits"
+        case str():
+            return repr(value) if len(value) <= 64 else repr(value[:61]) + "..."
+    return f"of type {type(value).__name__}"
 
 
 def _flag(params: Mapping[str, Any], key: str) -> bool:
@@ -81,6 +94,9 @@ def _optional_id(params: Mapping[str, Any], key: str) -> str | None:
         return None
     if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
         raise _error(key, value, f"a string of 1 to {MAX_ID_CHARS} characters")
+    if not value.isprintable():
+        # Lone surrogates, which JSON can spell, could not be sent to a peer.
+        raise _error(key, value, "printable characters")
     return value
 
 
@@ -190,6 +206,10 @@ def external_id(request_id: str, suffix_appended: bool) -> TransferId:
     named a request, unless told not to; both legs of a router that sends one
     ``X-Request-Id`` to both therefore share what precedes them.
     """
+    outside = request_id
     if suffix_appended and len(request_id) > 9 and request_id[-9] == "-":
-        return TransferId(request_id[:-9])
-    return TransferId(request_id)
+        outside = request_id[:-9]
+    if len(outside) > MAX_ID_CHARS:
+        # The client chose it; what stands for it is the same on both sides.
+        return TransferId(hashlib.sha256(outside.encode()).hexdigest())
+    return TransferId(outside)

@@ -17,6 +17,7 @@ from .wire import RankInfo
 logger = init_logger(__name__)
 
 SETTLE_SECONDS = 0.5
+MAX_PEERS = 16384
 
 
 @dataclass
@@ -79,9 +80,12 @@ class PeerDirectory:
             return known
         if known is not None:
             self.remove(info.agent_name)
+        if len(self._peers) >= MAX_PEERS:
+            raise AgentError(f"{MAX_PEERS} peers are known already")
         name = self._agent.add_peer(info.agent_metadata)
         if name != info.agent_name:
-            self._agent.remove_peer(name)
+            if name not in self._peers:
+                self._agent.remove_peer(name)
             raise AgentError(
                 f"agent metadata belongs to {name!r}, not to {info.agent_name!r}"
             )

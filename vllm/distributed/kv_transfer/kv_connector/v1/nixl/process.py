@@ -10,16 +10,29 @@ from pathlib import Path
 
 from .wire import ProcessInfo
 
+_STATE, _THREADS, _START = 0, 17, 19
+"""Places in :func:`_stat`: state, number of threads, start in ticks since boot."""
 
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is none."""
+
+def _stat(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the state on.
+
+    Raises:
+        OSError: there is no such process, or it is hidden from this one.
+    """
+    # The command name may hold any bytes but NUL; fields count after it.
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return stat.rpartition(")")[2].split()
+
+
+def _exists(pid: int) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command name may hold spaces and parentheses; fields count after it.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def this_process() -> ProcessInfo:
@@ -27,17 +40,23 @@ def this_process() -> ProcessInfo:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
+        start_ticks = int(_stat(os.getpid())[_START])
     except OSError:
         return ProcessInfo(boot_id="", pid=os.getpid(), start_ticks=0)
-    return ProcessInfo(
-        boot_id=f"{boot}/{namespace}",
-        pid=os.getpid(),
-        start_ticks=_start_ticks(os.getpid()) or 0,
-    )
+    return ProcessInfo(f"{boot}/{namespace}", os.getpid(), start_ticks)
 
 
 def is_gone(local: ProcessInfo, remote: ProcessInfo) -> bool:
     """Proof that ``remote`` has ended; False also means "cannot tell"."""
     if not local.boot_id or local.boot_id != remote.boot_id:
         return False
-    return _start_ticks(remote.pid) != remote.start_ticks
+    if remote.pid <= 0:
+        return False
+    try:
+        stat = _stat(remote.pid)
+    except OSError:
+        return not _exists(remote.pid)
+    if int(stat[_START]) != remote.start_ticks:
+        return True
+    # The first thread of a dying process may have ended before the others.
+    return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1

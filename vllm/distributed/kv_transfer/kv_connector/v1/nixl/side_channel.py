@@ -19,6 +19,8 @@ from vllm.logger import init_logger
 from .auth import Token
 from .ids import TransferId
 from .wire import (
+    MAX_PACKET_BYTES,
+    MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     GetFailure,
     GetHandoffs,
@@ -43,6 +45,7 @@ Address = tuple[str, int]
 """Host and port of a side channel."""
 
 MAX_REQUEST_BYTES = 64 << 10
+MAX_RANKS = 4096
 _POLL_MS = 250
 
 
@@ -59,7 +62,7 @@ def endpoint(address: Address) -> str:
     host, port = address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         raise SideChannelFailure(f"cannot resolve host {host!r}: {error}") from error
     family, *_, sockaddr = min(found, key=lambda item: item[0] != socket.AF_INET)
     ip = str(sockaddr[0])
@@ -140,6 +143,8 @@ class SideChannelServer:
                 except zmq.ZMQError as error:
                     # The asker went away, or sent a frame over the limit.
                     logger.debug("side channel: %s", error)
+                except Exception:
+                    logger.exception("side channel: a request was not answered")
 
     def _answer(self, payload: bytes) -> SideChannelReply:
         try:
@@ -183,6 +188,7 @@ def query(
     with zmq.Context.instance().socket(zmq.REQ) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES)
         if token is not None:
             token.secure_client(sock)
         sock.connect(endpoint(address))
@@ -200,7 +206,7 @@ def _usable(payload: bytes) -> SideChannelReply:
     except WireError as error:
         raise SideChannelFailure(str(error)) from error
     if isinstance(reply, SideChannelError):
-        raise SideChannelFailure(reply.reason)
+        raise SideChannelFailure(reply.reason[:MAX_REASON_CHARS])
     return reply
 
 
@@ -234,6 +240,7 @@ class HandshakeClient:
         sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES)
         if self._token is not None:
             self._token.secure_client(sock)
         try:
@@ -280,6 +287,8 @@ class HandshakeClient:
             reply = _usable(payload)
             if not isinstance(reply, Ranks):
                 raise SideChannelFailure(f"unexpected {type(reply).__name__}")
+            if len(reply.ranks) > MAX_RANKS:
+                raise SideChannelFailure(f"more than {MAX_RANKS} ranks")
             ranks = tuple(decode_rank(rank) for rank in reply.ranks)
         except (SideChannelFailure, WireError) as error:
             return Handshake(

@@ -56,6 +56,7 @@ from .side_channel import Address
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
 from .wire import (
+    MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -383,7 +384,8 @@ class TransferLoop:
             case Finished():
                 self._do(receiver.finished(name, body.registration_id, now))
             case Refused():
-                self._do(receiver.refused(name, body.registration_id, body.reason, now))
+                reason = body.reason[:MAX_REASON_CHARS]
+                self._do(receiver.refused(name, body.registration_id, reason, now))
             case Cancelled():
                 self._do(receiver.cancelled(name, body.registration_id))
             case ReadConfirmed():
@@ -396,7 +398,9 @@ class TransferLoop:
                 peer.greeted = True
                 if body.refusal is not None:
                     logger.warning(
-                        "Engine %s refuses: %s", peer.info.engine_id, body.refusal
+                        "Engine %s refuses: %s",
+                        peer.info.engine_id,
+                        body.refusal[:MAX_REASON_CHARS],
                     )
             case Ping():
                 self._do([Send(name, Pong())])

@@ -19,8 +19,20 @@ PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 16 << 20
 """Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
 
+MAX_RANK_BYTES = 4 << 20
+"""Largest encoded :class:`RankInfo`: its receiver keeps it."""
+
+MAX_REASON_CHARS = 1000
+"""Of a peer's reason for a refusal, so much is kept."""
+
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""Tokens, blocks, pieces, receivers."""
+"""Tokens, blocks, receivers."""
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""Bytes."""
+
+Piece: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+"""A piece of a WRITE; the receiver keeps the number of each."""
 
 _SHORT = msgspec.Meta(min_length=1, max_length=512)
 Transfer: TypeAlias = Annotated[TransferId, _SHORT]
@@ -73,8 +85,8 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """
 
     protocol: int
-    engine_id: EngineId
-    agent_name: AgentName
+    engine_id: Annotated[EngineId, _SHORT]
+    agent_name: Annotated[AgentName, _SHORT]
     tp_rank: int
     tp_size: int
     pp_rank: int
@@ -156,9 +168,9 @@ class Done(_Message, frozen=True, tag="done"):
     """
 
     registration_id: Registration
-    seq: Count
-    total: Count
-    bytes: Count
+    seq: Piece
+    total: Piece
+    bytes: Size
     descriptors: Count
 
 
@@ -320,9 +332,14 @@ def encode(value: msgspec.Struct) -> bytes:
     return _encoder.encode(value)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:
-    if len(data) > MAX_PACKET_BYTES:
-        raise WireError(f"{what} of {len(data)} bytes exceeds {MAX_PACKET_BYTES}")
+def _decode(
+    decoder: msgspec.msgpack.Decoder[_T],
+    data: bytes,
+    what: str,
+    limit: int = MAX_PACKET_BYTES,
+) -> _T:
+    if len(data) > limit:
+        raise WireError(f"{what} of {len(data)} bytes exceeds {limit}")
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -345,7 +362,7 @@ def decode_packet(data: bytes) -> Packet:
 
 def decode_rank(data: bytes) -> RankInfo:
     """Decode a worker's description; raises :class:`WireError`."""
-    return _decode(_rank_decoder, data, "rank description")
+    return _decode(_rank_decoder, data, "rank description", MAX_RANK_BYTES)
 
 
 def decode_request(data: bytes) -> SideChannelRequest:

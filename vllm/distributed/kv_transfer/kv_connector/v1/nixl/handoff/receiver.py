@@ -61,6 +61,7 @@ class _Source:
     total: int = 0
     finished: bool = False
     granted: LeaseGranted | None = None
+    read: bool = False
     quiet: bool = False
 
     @property
@@ -166,7 +167,7 @@ class ReceiverTable:
     def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
         """One piece has landed."""
         attempt, source = self._lookup(peer, msg.registration_id)
-        if attempt is None or source is None:
+        if attempt is None or source is None or self._mode is not Mode.PUSH:
             return []
         if msg.seq not in source.pieces:
             source.pieces.add(msg.seq)
@@ -275,6 +276,7 @@ class ReceiverTable:
             return actions + self._quiesce(attempt)
         if failure is not None:
             return actions + self._fail(attempt, FailureKind.TRANSFER, failure, now)
+        source.read = True
         if attempt.open_reads == 0 and all(
             source.granted is not None for source in attempt.sources.values()
         ):
@@ -295,6 +297,8 @@ class ReceiverTable:
                 "the prefill engine let go of the KV before it was read",
                 now,
             )
+        if not source.read:
+            return []
         source.finished = True
         return self._progress(attempt, now)
 

@@ -138,16 +138,17 @@ class SenderTable:
         if handoff.stage is _Stage.AWAITED:
             handoff.stage = _Stage.EXPECTED
         handoff.receivers = receivers
-        fresh = tuple(
-            alias
-            for alias in aliases
-            if alias != transfer_id and alias not in self._alias
-        )
-        handoff.aliases += fresh
-        for alias in fresh:
+        for alias in aliases:
+            early = self._handoffs.get(alias)
+            if alias == transfer_id or alias in self._alias:
+                continue
+            if early is not None and early.stage is not _Stage.AWAITED:
+                # Another request's own name; whoever asks by it means that one.
+                continue
+            handoff.aliases += (alias,)
             self._alias[alias] = transfer_id
-            early = self._handoffs.pop(alias, None)
             if early is not None:
+                del self._handoffs[alias]
                 for claim in early.claims.values():
                     handoff.claims[claim.registration_id] = claim
                     self._claims[claim.registration_id] = transfer_id
@@ -156,7 +157,18 @@ class SenderTable:
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
         """The prompt's KV is computed and pinned."""
-        handoff = self._open(offer.transfer_id, now)
+        if offer.transfer_id not in self._handoffs:
+            # It was withdrawn while its computation was under way.
+            event = SenderClosed(
+                offer.transfer_id,
+                offer.generation,
+                CloseReason.WITHDRAWN,
+                tokens=0,
+                size=TransferSize(),
+                seconds=0.0,
+            )
+            return [Report(event)]
+        handoff = self._handoffs[offer.transfer_id]
         handoff.stage = _Stage.OFFERED
         handoff.offer = offer
         handoff.offered_at = now
@@ -171,7 +183,7 @@ class SenderTable:
         self, transfer_id: TransferId, reason: str, now: float
     ) -> list[Action]:
         """The prefill request has ended without, or in spite of, an offer."""
-        handoff = self._find(transfer_id)
+        handoff = self._handoffs.get(transfer_id)
         if handoff is None:
             self._closed.put(transfer_id, reason)
             return []
@@ -190,7 +202,9 @@ class SenderTable:
         try:
             blocks = tuple(unpack_blocks(group) for group in msg.blocks)
         except WireError as error:
-            return [Send(peer, Refused(msg.registration_id, str(error)))]
+            if msg.registration_id in self._claims:
+                return []
+            return self._reject(peer, msg.registration_id, str(error))
         return self._claim(
             peer, msg.transfer_id, msg.registration_id, msg.want, blocks, now
         )
@@ -213,6 +227,8 @@ class SenderTable:
         """D wants its blocks back; it is told when nothing writes there any more."""
         found = self._find_claim(peer, registration_id)
         if found is None:
+            if registration_id in self._claims:
+                return []
             if self._outcomes.get(registration_id) is not None:
                 return [Send(peer, Cancelled(registration_id))]
             # The cancellation has overtaken its registration, which must be
@@ -374,7 +390,7 @@ class SenderTable:
     # ---- internals
 
     def _open(self, transfer_id: TransferId, now: float) -> _Handoff:
-        handoff = self._find(transfer_id)
+        handoff = self._handoffs.get(transfer_id)
         if handoff is None:
             handoff = _Handoff(
                 transfer_id, _Stage.AWAITED, opened_at=now, deadline=now + self._lease
@@ -383,6 +399,8 @@ class SenderTable:
         return handoff
 
     def _find(self, transfer_id: TransferId) -> _Handoff | None:
+        if transfer_id in self._handoffs:
+            return self._handoffs[transfer_id]
         return self._handoffs.get(self._alias.get(transfer_id, transfer_id))
 
     def _find_claim(
@@ -420,20 +438,32 @@ class SenderTable:
         if handoff is None:
             reason = self._closed.get(transfer_id)
             if reason is not None:
-                return [Send(peer, self._refuse(claim, reason))]
+                return self._reject(peer, registration_id, reason)
             if len(self._handoffs) >= MAX_HANDOFFS:
-                return [Send(peer, self._refuse(claim, "too many hand-offs"))]
+                return self._reject(peer, registration_id, "too many hand-offs")
             handoff = self._open(transfer_id, now)
         if handoff.withdrawn is not None:
-            return [Send(peer, self._refuse(claim, handoff.withdrawn))]
+            return self._reject(peer, registration_id, handoff.withdrawn)
         if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
-            return [Send(peer, self._refuse(claim, "too many receivers"))]
+            return self._reject(peer, registration_id, "too many receivers")
         handoff.claims[registration_id] = claim
         self._claims[registration_id] = handoff.transfer_id
         if handoff.stage is not _Stage.OFFERED:
             return [Send(peer, Accepted(registration_id))]
         actions = self._serve(handoff, claim, now)
         return actions + self._close_if_over(handoff, now)
+
+    def _reject(
+        self, peer: AgentName, registration_id: RegistrationId, reason: str
+    ) -> list[Action]:
+        """Refuse what was never claimed.
+
+        The receiver gives its blocks away on this answer, so that a repetition
+        must get it too, even if its ``transfer_id`` is in use again by then.
+        """
+        answer = Refused(registration_id, reason)
+        self._outcomes.put(registration_id, _Outcome(peer, answer))
+        return [Send(peer, answer)]
 
     def _serve(self, handoff: _Handoff, claim: _Claim, now: float) -> list[Action]:
         offer = handoff.offer

@@ -57,11 +57,13 @@ class Records:
         return [asdict(record) for record in self._kept.copy()]
 
     def failure(self, transfer_id: TransferId) -> dict[str, object] | None:
-        """The latest record of one hand-off, if it is still kept."""
-        for record in reversed(self._kept.copy()):
-            if record.transfer_id == transfer_id:
-                return asdict(record)
-        return None
+        """The latest record of one hand-off that tells a cause, else the latest.
+
+        One failed receiver of several ends the others, which then have no cause.
+        """
+        found = [r for r in self._kept.copy() if r.transfer_id == transfer_id]
+        told = [record for record in found if record.cause]
+        return asdict((told or found)[-1]) if found else None
 
     def totals(self) -> dict[str, int]:
         """Counts by role and outcome, and sums of tokens and bytes."""

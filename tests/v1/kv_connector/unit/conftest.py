@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and a router for the tests of this folder."""
+"""Engines and a router for the router tests."""
 
 from collections.abc import AsyncIterator
 

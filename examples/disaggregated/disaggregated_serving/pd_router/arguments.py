@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the routers."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from .config import (
+    Address,
+    ConfigError,
+    Mode,
+    Role,
+    RouterConfig,
+    SideChannel,
+    Timeouts,
+    WorkerSpec,
+    check_workers,
+    make_side_channel,
+)
+
+ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
+
+
+def build_parser(mode: Mode) -> argparse.ArgumentParser:
+    """The command line of the router of one mode."""
+    default = Timeouts()
+    parser = argparse.ArgumentParser(
+        description=f"OpenAI-compatible router for disaggregated serving ({mode}).",
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; %(default)s")
+    add("--port", type=int, default=8000, help="port to listen on; %(default)s")
+    add("--model", help="the model served: filled in where absent, others get 404")
+    for role in Role:
+        add(
+            f"--{role}",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="HOST:PORT",
+            help=f"{role} engines; repeatable",
+        )
+    if mode is Mode.PUSH:
+        _add_push_flags(parser)
+    _add_report_flags(parser, mode)
+    for name, value, text in (
+        ("connect", default.connect, "opening a connection to an engine"),
+        ("prefill", default.prefill, "the prefill leg, queueing included"),
+        ("first-event", default.first_event, "the decode leg's first event"),
+        (
+            "idle",
+            default.idle,
+            "a silent stream or an idle reader; whole answers: first-event + idle",
+        ),
+        ("drain", default.drain, "running requests after SIGTERM"),
+        ("health", default.health, "an engine's answer to a health check"),
+    ):
+        add(
+            f"--{name}-timeout",
+            type=_positive_float,
+            default=value,
+            metavar="SECONDS",
+            help=f"longest wait for {text}; %(default)s",
+        )
+    add(
+        "--health-interval",
+        type=_positive_float,
+        default=2.0,
+        metavar="SECONDS",
+        help="time between health checks; %(default)s",
+    )
+    add(
+        "--retries",
+        type=_natural,
+        default=1,
+        metavar="N",
+        help="further attempts per request; %(default)s",
+    )
+    add(
+        "--split-concurrency",
+        type=_positive_int,
+        default=16,
+        metavar="N",
+        help="prompts of one list in flight at once; %(default)s",
+    )
+    add(
+        "--max-prompts",
+        type=_positive_int,
+        default=1024,
+        metavar="N",
+        help="longest prompt list; %(default)s",
+    )
+    add(
+        "--keep-tool-choice",
+        action="store_true",
+        help="send a forced tool_choice to prefill unchanged: for models whose "
+        "prompt shows it",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help=f"enables /admin/workers; also read from {ADMIN_KEY_VARIABLE}",
+    )
+    add(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+    )
+    return parser
+
+
+def parse_args(mode: Mode, argv: Sequence[str] | None = None) -> RouterConfig:
+    """Read the command line; exits with a message and status 2 if it is wrong."""
+    parser = build_parser(mode)
+    args = parser.parse_args(argv)
+    # Not the flag's default, which --help would print.
+    admin_key = args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None
+    try:
+        workers = _worker_specs(mode, args)
+        check_workers(workers, need_both=admin_key is None)
+    except ConfigError as error:
+        parser.error(str(error))
+    return RouterConfig(
+        mode=mode,
+        workers=workers,
+        host=args.host,
+        port=args.port,
+        model=args.model,
+        timeouts=Timeouts(
+            connect=args.connect_timeout,
+            prefill=args.prefill_timeout,
+            first_event=args.first_event_timeout,
+            idle=args.idle_timeout,
+            drain=args.drain_timeout,
+            health=args.health_timeout,
+        ),
+        admin_key=admin_key,
+        side_channel_token_file=args.side_channel_token_file,
+        retries=args.retries,
+        split_concurrency=args.split_concurrency,
+        max_prompts=args.max_prompts,
+        health_interval=args.health_interval,
+        keep_tool_choice=args.keep_tool_choice,
+        log_level=args.log_level,
+    )
+
+
+def _add_report_flags(parser: argparse.ArgumentParser, mode: Mode) -> None:
+    # Push knows the prefill engines' side channels already.
+    for role in (Role.DECODE,) if mode is Mode.PUSH else (Role.DECODE, Role.PREFILL):
+        parser.add_argument(
+            f"--{role}-side-channel",
+            nargs="+",
+            action="extend",
+            metavar="HOST:PORT",
+            help=f"per --{role}, in the same order: side channel that is asked why a "
+            "hand-off failed"
+            + ("; without it nobody is asked" if role is Role.DECODE else ""),
+        )
+    parser.add_argument(
+        "--side-channel-token-file",
+        metavar="PATH",
+        help="the engines' side_channel_token_file, if they have one",
+    )
+
+
+def _add_push_flags(parser: argparse.ArgumentParser) -> None:
+    for name, metavar, text in (
+        ("engine-id", "ID", "engine id, or auto: decode learns it by handshake"),
+        ("kv-host", "HOST", "side-channel host; the default is the worker's host"),
+        ("side-channel-port", "PORT", "side-channel port; default 5600"),
+        ("tp-size", "N", "tensor-parallel size; one value may serve all; default 1"),
+        ("pp-size", "N", "pipeline-parallel size; one value may serve all; default 1"),
+    ):
+        parser.add_argument(
+            f"--prefill-{name}",
+            nargs="+",
+            action="extend",
+            metavar=metavar,
+            help=f"per --prefill, in the same order: {text}",
+        )
+
+
+def _worker_specs(mode: Mode, args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
+    prefill = [Address.parse(text, "--prefill") for text in args.prefill]
+    decode = [Address.parse(text, "--decode") for text in args.decode]
+    asked = _report_addresses(Role.DECODE, args.decode_side_channel, len(decode))
+    specs = [
+        WorkerSpec(Role.DECODE, address, report_address=report)
+        for address, report in zip(decode, asked, strict=True)
+    ]
+    if mode is Mode.PUSH:
+        return (
+            *(
+                WorkerSpec(Role.PREFILL, address, channel, channel.address)
+                for address, channel in zip(
+                    prefill, _side_channels(prefill, args), strict=True
+                )
+            ),
+            *specs,
+        )
+    asked = _report_addresses(Role.PREFILL, args.prefill_side_channel, len(prefill))
+    return (
+        *(
+            WorkerSpec(Role.PREFILL, address, report_address=report)
+            for address, report in zip(prefill, asked, strict=True)
+        ),
+        *specs,
+    )
+
+
+def _report_addresses(
+    role: Role, values: Sequence[str] | None, count: int
+) -> list[Address | None]:
+    flag = f"--{role}-side-channel"
+    return [
+        None if text is None else Address.parse(text, flag)
+        for text in _per_worker(role, "side-channel", values, count)
+    ]
+
+
+def _side_channels(
+    prefill: Sequence[Address], args: argparse.Namespace
+) -> list[SideChannel]:
+    count = len(prefill)
+    role = Role.PREFILL
+    ids = _per_worker(role, "engine-id", args.prefill_engine_id, count)
+    hosts = _per_worker(role, "kv-host", args.prefill_kv_host, count)
+    ports = _per_worker(
+        role, "side-channel-port", args.prefill_side_channel_port, count
+    )
+    tps = _per_worker(role, "tp-size", args.prefill_tp_size, count, broadcast=True)
+    pps = _per_worker(role, "pp-size", args.prefill_pp_size, count, broadcast=True)
+    return [
+        make_side_channel(
+            address,
+            engine_id=ids[index],
+            kv_host=hosts[index],
+            port=ports[index],
+            tp_size=tps[index],
+            pp_size=pps[index],
+        )
+        for index, address in enumerate(prefill)
+    ]
+
+
+def _per_worker(
+    role: Role,
+    name: str,
+    values: Sequence[str] | None,
+    count: int,
+    *,
+    broadcast: bool = False,
+) -> Sequence[str | None]:
+    if not values:
+        return [None] * count
+    if len(values) == count:
+        return values
+    if broadcast and len(values) == 1:
+        return list(values) * count
+    remedy = f"give one value per --{role}, in the same order"
+    if broadcast:
+        remedy += ", or a single one for all"
+    raise ConfigError(
+        f"--{role}-{name} has {len(values)} value(s) ({' '.join(values)}) "
+        f"for {count} --{role} worker(s); {remedy}"
+    )
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return value
