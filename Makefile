@@ -4,14 +4,16 @@
 PYTHON ?= python3
 FORK_BUILD = PYTHONPATH=tools $(PYTHON) -m fork_build
 BIN := .venv/bin
+DURATION ?= 1200
 
-.PHONY: help install lint test test-full demo rebase-base clean check-python
+.PHONY: help install lint test test-full soak demo rebase-base clean check-python
 
 help:
 	@echo 'make install             .venv with the fork installed editable'
 	@echo 'make demo                push, pull and a single engine on a small real model'
 	@echo 'make test                all tests that take part in every change'
 	@echo 'make test-full           these and the slow ones'
+	@echo 'make soak DURATION=1200  so many seconds of traffic with random faults'
 	@echo 'make lint                linters, types, licence headers'
 	@echo 'make rebase-base VERSION=0.33.0   pin another base version'
 	@echo 'make clean               remove .venv, the unpacked base and build products'
@@ -32,6 +34,9 @@ test: install
 
 test-full: install
 	@$(BIN)/python -m pytest -m 'full or not full'
+
+soak: install
+	@$(BIN)/python benchmarks/disagg/soak.py --duration '$(DURATION)'
 
 demo: install
 	@$(BIN)/python examples/disaggregated/disaggregated_serving/demo.py

@@ -3,7 +3,8 @@
 
 import pytest
 
-from pd_router.config import Address, ConfigError, Mode, Role, build_parser, parse_args
+from pd_router.arguments import build_parser, parse_args
+from pd_router.config import Address, ConfigError, Mode, Role
 
 PUSH_TWO = ["--prefill", "a:1", "b:2", "--decode", "c:3"]
 

@@ -27,6 +27,8 @@ _UCX_DEFAULTS = {
     "UCX_TCP_USER_TIMEOUT": "10s",
 }
 
+_CLOSING_ROUNDS = 10
+
 
 class AgentError(RuntimeError):
     """NIXL refused a call."""
@@ -124,16 +126,13 @@ class Agent:
         self, regions: Sequence[RegionInfo], mem_type: str, peer: AgentName | None
     ) -> Any:
         """A prepared descriptor list of all pages, local where ``peer`` is None."""
-        table = np.array(
-            [
-                (r.address, r.page_bytes, r.device_id, r.stride, r.num_blocks)
-                for r in regions
-            ],
-            dtype=np.uint64,
-        )
+        rows = [
+            (r.address, r.page_bytes, r.device_id, r.stride, r.num_blocks)
+            for r in regions
+        ]
         return self._call(
             lambda: self._agent.prep_xfer_dlist(
-                peer or "NIXL_INIT_AGENT", table, mem_type
+                peer or "NIXL_INIT_AGENT", np.array(rows, dtype=np.uint64), mem_type
             )
         )
 
@@ -198,6 +197,13 @@ class Agent:
 
     def close(self) -> None:
         """Deregister memory and drop the agent."""
+        # UCX ends the whole process if it still has requests for a connection that
+        # broke; they are given up by its progress.
+        for _ in range(_CLOSING_ROUNDS):
+            try:
+                self.notifications()
+            except AgentError:
+                break
         for descs in self._registered:
             self._deregister(descs)
         self._registered.clear()

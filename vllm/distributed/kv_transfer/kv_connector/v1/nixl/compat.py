@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from .topology import RankShape, TopologyError, source_ranks
 from .wire import MAX_REASON_CHARS, PROTOCOL_VERSION, RankInfo
 
-
 MAX_PAGES = 2**31 - 1
 """Pages of all regions of a rank: their numbers are int32."""
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's settings, parsed once from ``kv_connector_extra_config``."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,11 @@ def _bad(key: str, value: object, expected: str) -> ConfigError:
 
 
 def _seconds(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < math.inf
+    ):
         raise _bad(key, value, "a positive number of seconds")
     return float(value)
 

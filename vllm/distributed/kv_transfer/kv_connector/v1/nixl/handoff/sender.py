@@ -73,6 +73,7 @@ class _Claim:
     peer: AgentName
     want: Want
     blocks: tuple[BlockArray, ...] | None
+    claimed_at: float
     state: _ClaimState = _ClaimState.WAITING
     lease_end: float = 0.0
     # Set when the receiver or its engine is gone while a WRITE is posted: the
@@ -123,6 +124,7 @@ class SenderTable:
         self._claims: dict[RegistrationId, TransferId] = {}
         self._outcomes: History[RegistrationId, _Outcome] = History(HISTORY)
         self._closed: History[TransferId, str] = History(HISTORY)
+        self._offered_at = float("-inf")
 
     # ---- what the scheduler side says
 
@@ -168,6 +170,7 @@ class SenderTable:
                 seconds=0.0,
             )
             return [Report(event)]
+        self._offered_at = now
         handoff = self._handoffs[offer.transfer_id]
         handoff.stage = _Stage.OFFERED
         handoff.offer = offer
@@ -259,7 +262,14 @@ class SenderTable:
         return self._close_if_over(handoff, now)
 
     def renew(self, transfer_ids: Iterable[TransferId], now: float) -> None:
-        """Decode requests still wait to ask for these."""
+        """Decode requests still wait to ask for these.
+
+        Not heeded while the engine is stuck: what it holds for them may be the room
+        that it lacks for prompts whose decode engines hold the room that these
+        wait for.
+        """
+        if self._stuck(now):
+            return
         for transfer_id in transfer_ids:
             handoff = self._find(transfer_id)
             if handoff is not None and handoff.stage is not _Stage.AWAITED:
@@ -389,6 +399,15 @@ class SenderTable:
 
     # ---- internals
 
+    def _stuck(self, now: float) -> bool:
+        """Whether a claim has waited a lease's length, and no prompt was computed."""
+        return any(
+            now - max(claim.claimed_at, self._offered_at) > self._lease
+            for handoff in self._handoffs.values()
+            if handoff.stage is _Stage.EXPECTED
+            for claim in handoff.claims.values()
+        )
+
     def _open(self, transfer_id: TransferId, now: float) -> _Handoff:
         handoff = self._handoffs.get(transfer_id)
         if handoff is None:
@@ -433,7 +452,7 @@ class SenderTable:
             if known.state is _ClaimState.LEASED:
                 return [self._grant(*found, now)]
             return [Send(peer, Accepted(registration_id))]
-        claim = _Claim(registration_id, peer, want, blocks)
+        claim = _Claim(registration_id, peer, want, blocks, now)
         handoff = self._find(transfer_id)
         if handoff is None:
             reason = self._closed.get(transfer_id)

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed traffic over push and pull for a long time, with random aborts and faults.
+
+    python benchmarks/disagg/soak.py --duration 1200
+
+Half of the duration goes to each mode; starting engines is not part of it. The
+last line counts what happened. The exit status is 0 only if no answer was wrong, no
+request was lost or hung, nothing leaked, no engine ended by itself, all requests
+that no fault touched succeeded, every kind of fault happened, and there were
+enough of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path.extend(
+    str(Path(__file__).resolve().parents[2] / folder)
+    for folder in (
+        "tools",
+        "examples/disaggregated/disaggregated_serving",
+        "tests/v1/kv_connector/nixl_integration",
+    )
+)
+
+import aiohttp
+
+from fault_engines import FaultPair, Policy, Side
+from fault_requests import (
+    ABORTED,
+    NO_ANSWER,
+    HandOff,
+    Outcome,
+    Requests,
+    clean,
+    make_references,
+    wrong,
+)
+from fault_rules import Plan, Rule
+from handoff_engines import SPEC, engines_lock
+from handoff_workload import Ask, References
+from pd_launcher import Mode
+from tiny_model import random_prompt
+
+MODES: tuple[Mode, ...] = ("push", "pull")
+AT_ONCE = 5
+PROMPTS = 48
+LONGEST_PROMPT = 1500
+ANSWER_TOKENS = (1, 8, 24)
+FAULT_SHARE = 0.35
+"""Share of the requests that get a fault of their own."""
+HUNG_S = 60.0
+PAUSE_S = (4.0, 9.0)
+"""Between two faults of a whole engine."""
+FAULT_S = (0.3, 7.0)
+REQUESTS_PER_MINUTE = 40.0
+FAULTS_PER_MINUTE = 8.0
+
+_LOST: dict[Mode, tuple[str, ...]] = {
+    "push": ("register", "accepted", "done"),
+    "pull": ("lease_request", "lease_granted", "read_done", "read_confirmed"),
+}
+_OF_TRANSFER: dict[str, Rule] = {
+    "failed_post": Rule("post", "fail"),
+    "failed_completion": Rule("post", "fail_late"),
+    "slow": Rule("post", "delay", seconds=1.5),
+}
+_OF_MESSAGES: dict[str, Rule] = {
+    "repeated": Rule("send", "repeat"),
+    "delayed": Rule("send", "delay", seconds=0.4),
+}
+_ABORTS = ("abort_prefill", "abort_decode")
+_OF_ENGINES = ("stop", "cut", "kill")
+
+
+def request_faults(mode: Mode) -> dict[str, Rule | None]:
+    """Faults of single hand-offs by name, with the rule that makes them."""
+    lost = {
+        f"lost_{kind}": Rule("post", "mute", count=1)
+        if kind == "done"
+        else Rule("send", "drop", kind, count=1)
+        for kind in _LOST[mode]
+    }
+    return {**lost, **_OF_TRANSFER, **_OF_MESSAGES, **dict.fromkeys(_ABORTS)}
+
+
+def fault_kinds() -> set[str]:
+    """All that must have happened."""
+    return {kind for mode in MODES for kind in request_faults(mode)} | set(_OF_ENGINES)
+
+
+@dataclass
+class Tally:
+    """What has happened; all but the first four must end up as zero."""
+
+    requests: int = 0
+    untouched: int = 0
+    untouched_ok: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    lost: int = 0
+    hung: int = 0
+    leaked: int = 0
+    engine_deaths: int = 0
+    details: list[str] = field(default_factory=list)
+
+    def note(self, detail: str) -> None:
+        """Show what is wrong as it happens."""
+        self.details.append(detail)
+        print(f"!! {detail}", flush=True)
+
+    def line(self) -> str:
+        """The summary."""
+        kinds = ",".join(f"{kind}:{n}" for kind, n in sorted(self.faults.items()))
+        return (
+            f"requests={self.requests} untouched_ok={self.untouched_ok}/"
+            f"{self.untouched} faults={self.faults.total()} by_kind={kinds} "
+            f"wrong={self.wrong} lost={self.lost} hung={self.hung} "
+            f"leaked={self.leaked} engine_deaths={self.engine_deaths}"
+        )
+
+    def shortcomings(self, seconds: float) -> list[str]:
+        """Why a run of ``seconds`` seconds has failed, if it has."""
+        counts = {
+            "wrong": self.wrong,
+            "lost": self.lost,
+            "hung": self.hung,
+            "leaked": self.leaked,
+            "engine_deaths": self.engine_deaths,
+        }
+        found = [f"{name} is {count}" for name, count in counts.items() if count]
+        if self.untouched_ok != self.untouched:
+            found.append("a request that no fault touched has failed")
+        found += [f"no {k} happened" for k in sorted(fault_kinds() - set(self.faults))]
+        minutes = seconds / 60
+        for what, count, floor in (
+            ("requests", self.requests, REQUESTS_PER_MINUTE),
+            ("faults", self.faults.total(), FAULTS_PER_MINUTE),
+        ):
+            if count < floor * minutes:
+                found.append(
+                    f"{count / minutes:.1f} {what} per minute, {floor:g} expected"
+                )
+        return found
+
+
+class Half:
+    """The traffic of one mode, and what disturbs it."""
+
+    def __init__(
+        self,
+        pair: FaultPair,
+        requests: Requests,
+        references: References,
+        asks: list[Ask],
+        tally: Tally,
+        rng: random.Random,
+    ) -> None:
+        self._pair = pair
+        self._requests = requests
+        self._references = references
+        self._asks = asks
+        self._tally = tally
+        self._rng = rng
+        self._faults = request_faults(pair.mode)
+        self._due = list(self._faults)
+        self._disturbed: list[list[float]] = []
+        self._open = asyncio.Event()
+        self._stop = False
+        self._under_way = 0
+
+    async def run(self, seconds: float) -> None:
+        """Traffic for so long, not counting the time without one of the engines."""
+        self._arm()
+        self._open.set()
+        workers = [asyncio.create_task(self._work()) for _ in range(AT_ONCE)]
+        await self._disturb(seconds)
+        self._stop = True
+        await asyncio.gather(*workers)
+        await self._settled()
+
+    # ---- traffic
+
+    async def _work(self) -> None:
+        while not self._stop:
+            await self._open.wait()
+            self._under_way += 1
+            try:
+                await self._one()
+            finally:
+                self._under_way -= 1
+            await asyncio.sleep(self._rng.uniform(0, 0.1))
+
+    async def _one(self) -> None:
+        ask = replace(self._rng.choice(self._asks), stream=self._rng.random() < 0.3)
+        fault = self._choose()
+        hand_off = HandOff(self._requests, self._pair, fault or "plain", ask)
+        started = time.monotonic()
+        self._tally.requests += 1
+        if fault is not None:
+            self._tally.faults[fault] += 1
+        work = asyncio.create_task(hand_off.run())
+        if fault in _ABORTS:
+            await self._hang_up(hand_off, work, fault)
+        done, _ = await asyncio.wait({work}, timeout=HUNG_S)
+        if not done:
+            self._tally.hung += 1
+            self._tally.note(f"{hand_off.transfer_id} hangs")
+            work.cancel()
+            return
+        killed = self._was_disturbed(started, time.monotonic())
+        self._judge(hand_off, work.result(), fault, killed)
+        if work.result().status == NO_ANSWER:
+            # Its engine is dead; asking without pause would not bring it back.
+            await asyncio.sleep(0.5)
+
+    def _choose(self) -> str | None:
+        if self._rng.random() >= FAULT_SHARE:
+            return None
+        # In turn, so that none is missing however short the run is.
+        if not self._due:
+            self._due = list(self._faults)
+            self._rng.shuffle(self._due)
+        return self._due.pop()
+
+    async def _hang_up(
+        self, hand_off: HandOff, work: asyncio.Task[Outcome], fault: str
+    ) -> None:
+        await asyncio.wait({work}, timeout=self._rng.uniform(0.0, 0.6))
+        task = hand_off.prefill if fault == "abort_prefill" else hand_off.decode
+        if task is not None:
+            task.cancel()
+
+    def _judge(
+        self, hand_off: HandOff, outcome: Outcome, fault: str | None, disturbed: bool
+    ) -> None:
+        tally, name = self._tally, hand_off.transfer_id
+        problem = wrong(self._references, hand_off.ask, outcome)
+        if problem is not None:
+            tally.wrong += 1
+            tally.note(f"{name}: {problem}")
+        if outcome.status == NO_ANSWER and not disturbed:
+            tally.lost += 1
+            tally.note(f"{name}: {outcome}")
+        if fault is None and not disturbed:
+            tally.untouched += 1
+            tally.untouched_ok += outcome.status == 200
+            if outcome.status != 200:
+                tally.note(f"{name}: {outcome}")
+        if outcome.status not in (200, 500, NO_ANSWER, ABORTED):
+            tally.lost += 1
+            tally.note(f"{name}: {outcome}")
+
+    def _was_disturbed(self, start: float, end: float) -> bool:
+        return any(begin <= end and start <= until for begin, until in self._disturbed)
+
+    # ---- faults of whole engines
+
+    async def _disturb(self, seconds: float) -> None:
+        kinds = [*_OF_ENGINES]
+        remaining = seconds
+        sides: dict[str, Side] = dict.fromkeys(kinds, "P")
+        while remaining > 0:
+            pause = min(remaining, self._rng.uniform(*PAUSE_S))
+            began = time.monotonic()
+            await asyncio.sleep(pause)
+            kind = kinds.pop(0)
+            kinds.append(kind)
+            side = sides[kind]
+            sides[kind] = "D" if side == "P" else "P"
+            away = 0.0
+            self._tally.faults[kind] += 1
+            print(f"   {self._pair.mode}: {kind} {side}", flush=True)
+            async with self._disturbance():
+                if kind == "kill":
+                    away = await self._kill(side)
+                elif kind == "stop":
+                    await self._stopped(side)
+                else:
+                    self._arm(cut=side)
+                    await asyncio.sleep(self._rng.uniform(*FAULT_S))
+                    self._arm()
+            self._count_deaths()
+            remaining -= time.monotonic() - began - away
+
+    @contextlib.asynccontextmanager
+    async def _disturbance(self) -> AsyncIterator[None]:
+        window = [time.monotonic(), math.inf]
+        self._disturbed.append(window)
+        try:
+            yield
+        finally:
+            window[1] = time.monotonic()
+
+    async def _stopped(self, side: Side) -> None:
+        self._pair.signal(side, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(self._rng.uniform(*FAULT_S))
+        finally:
+            self._pair.signal(side, signal.SIGCONT)
+
+    async def _kill(self, side: Side) -> float:
+        """Replace an engine; returns the seconds without traffic."""
+        pair = self._pair
+        pair.kill(side)
+        await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+        self._open.clear()
+        deadline = time.monotonic() + HUNG_S
+        while self._under_way and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await self._holds_nothing("D" if side == "P" else "P")
+        await asyncio.to_thread(pair.reap, side)
+        if self._rng.random() < 0.5:
+            pair.engine_ids[side] += "+"
+        pair.policy = self._rng.choice(POLICIES)
+        await asyncio.to_thread(pair.start, side)
+        self._arm()
+        self._open.set()
+        return time.monotonic() - began
+
+    def _arm(self, cut: Side | None = None) -> None:
+        rules = {
+            name: Rule(
+                rule.on, rule.do, rule.kind, f"{name}.", rule.count, rule.seconds
+            )
+            for name, rule in self._faults.items()
+            if rule is not None
+        }
+        for side in SIDES:
+            self._pair.control(side).apply(Plan(rules, cut=side == cut, trace=False))
+
+    # ---- what is left
+
+    async def _settled(self) -> None:
+        for side in SIDES:
+            self._pair.control(side).clear()
+        for side in SIDES:
+            await self._holds_nothing(side)
+        self._count_deaths()
+
+    async def _holds_nothing(self, side: Side) -> None:
+        held = await clean(self._requests, self._pair.engine(side))
+        if held:
+            self._tally.leaked += 1
+            self._tally.note(held)
+
+    def _count_deaths(self) -> None:
+        for side in SIDES:
+            engine = self._pair.engine(side)
+            if not engine.running:
+                self._tally.engine_deaths += 1
+                self._tally.note(f"{engine.name} ended with {engine.returncode}")
+
+
+SIDES: tuple[Side, ...] = ("P", "D")
+POLICIES: tuple[Policy, ...] = ("fail", "recompute")
+
+
+def workload(rng: random.Random) -> list[Ask]:
+    """Prompts of all lengths."""
+    lengths = [
+        round(math.exp(rng.uniform(0, math.log(LONGEST_PROMPT))))
+        for _ in range(PROMPTS)
+    ]
+    return [
+        Ask(tuple(random_prompt(length, rng, SPEC)), rng.choice(ANSWER_TOKENS))
+        for length in lengths
+    ]
+
+
+async def soak(duration: float, seed: int, log_dir: Path) -> Tally:
+    """Run both halves."""
+    tally, rng = Tally(), random.Random(seed)
+    asks, references = workload(rng), None
+    timeout = aiohttp.ClientTimeout(total=HUNG_S * 2)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        requests = Requests(session)
+        for mode in MODES:
+            pair = FaultPair(mode, rng.choice(POLICIES), log_dir)
+            try:
+                await asyncio.to_thread(pair.start, *SIDES)
+                if references is None:
+                    references = await make_references(requests, pair.decode, asks)
+                half = Half(pair, requests, references, asks, tally, rng)
+                await half.run(duration / len(MODES))
+            finally:
+                await asyncio.to_thread(pair.close)
+            print(tally.line(), flush=True)
+    return tally
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--duration", type=float, default=1200.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-dir", type=Path, help="kept there; default: temporary")
+    parser.add_argument(
+        "--no-lock",
+        action="store_true",
+        help="do not wait until no other test's engines run on this machine",
+    )
+    options = parser.parse_args()
+    if options.duration <= 0:
+        parser.error(f"--duration is {options.duration}, expected more than 0 seconds")
+    with contextlib.ExitStack() as stack:
+        log_dir = options.log_dir or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))
+        )
+        if not options.no_lock:
+            stack.enter_context(engines_lock())
+        print(f"seed {options.seed}, logs in {log_dir}", flush=True)
+        tally = asyncio.run(soak(options.duration, options.seed, log_dir))
+    shortcomings = tally.shortcomings(options.duration)
+    for shortcoming in shortcomings:
+        print(f"failed: {shortcoming}")
+    print(tally.line())
+    return 1 if shortcomings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

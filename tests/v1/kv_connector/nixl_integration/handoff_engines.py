@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of the distributed tests: what they are, and one room for them all.
+
+Engines take long to start and much of a small machine, so a room keeps those that
+the next test needs, stops the others first, and never holds more than two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from pd_launcher import (
+    CONNECTORS,
+    START_TIMEOUT_S,
+    Engine,
+    EngineConfig,
+    Mode,
+    Pair,
+    Role,
+    Router,
+    TransferConfig,
+    transfer_config,
+)
+from pd_processes import ServerProcess, stop_all, wait_all_ready
+from tiny_model import TinySpec, tiny_model
+
+SPEC = TinySpec()
+BLOCK_SIZE = 32
+OTHER_BLOCK_SIZE = 64
+BLOCK_BYTES = 2 * 4 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * BLOCK_SIZE
+"""Bytes of one block: keys and values of all layers as float32."""
+
+MAX_BATCHED_TOKENS = 512
+# Room for three of the longest prompts at a time: the caches run full.
+NUM_BLOCKS = 320
+LEASE_S = 6.0
+LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
+LOCK_TIMEOUT_S = 1800.0
+ROUTER_TIMEOUT_S = 60.0
+
+_HERE = Path(__file__).resolve().parent
+
+_BASE = EngineConfig(
+    model="",
+    block_size=BLOCK_SIZE,
+    max_num_batched_tokens=MAX_BATCHED_TOKENS,
+    num_gpu_blocks=NUM_BLOCKS,
+    # Long prompts are computed side by side and in many chunks, and are admitted
+    # before there is room for all of them: this is what makes P preempt.
+    extra_arguments=(
+        "--long-prefill-token-threshold=128",
+        "--no-scheduler-reserve-full-isl",
+    ),
+)
+_ROLES: dict[str, Role] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+def engine_config(name: str) -> EngineConfig:
+    """Return the configuration behind a name.
+
+    ``single`` is an engine without a connector. Other names are
+    ``<mode>-<role>[-<variant>]``, for example ``push-prefill-noisy``.
+    """
+    base = replace(_BASE, model=str(tiny_model(SPEC)))
+    if name == "single":
+        return replace(base, num_gpu_blocks=1000)
+    mode_text, role_name, *variants = name.split("-")
+    mode, role = cast(Mode, mode_text), _ROLES[role_name]
+    extra = {"kv_lease_duration": LEASE_S}
+    own = transfer_config(CONNECTORS[mode], role, extra_config=extra)
+    match variants:
+        case []:
+            return replace(base, transfer_config=own)
+        case ["otherblocks"]:
+            return replace(
+                base,
+                transfer_config=own,
+                block_size=OTHER_BLOCK_SIZE,
+                num_gpu_blocks=NUM_BLOCKS * BLOCK_SIZE // OTHER_BLOCK_SIZE,
+            )
+        case ["multi"]:
+            return replace(base, transfer_config=_multi(own, role))
+        case ["noisy"]:
+            return replace(
+                base,
+                transfer_config=_noisy(own, mode),
+                environment=MappingProxyType({"PYTHONPATH": _python_path()}),
+            )
+    raise ValueError(f"no engine is called {name!r}")
+
+
+def _multi(own: TransferConfig, role: Role) -> TransferConfig:
+    return transfer_config("MultiConnector", role, extra_config={"connectors": [own]})
+
+
+def _noisy(own: TransferConfig, mode: Mode) -> TransferConfig:
+    classes = {"push": "NoisyPushConnector", "pull": "NoisyPullConnector"}
+    return {
+        **own,
+        "kv_connector": classes[mode],
+        "kv_connector_module_path": "noisy_connector",
+    }
+
+
+def _python_path() -> str:
+    old = os.environ.get("PYTHONPATH")
+    return f"{_HERE}{os.pathsep}{old}" if old else str(_HERE)
+
+
+class EngineRoom:
+    """Runs the engines that are asked for, and no others.
+
+    Args:
+        log_dir: where every server writes its log.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self._engines: dict[str, Engine] = {}
+        self._router: tuple[tuple[str, str, str], Router] | None = None
+        self._starts = 0
+
+    def single(self) -> Engine:
+        """Run the engine without a connector, alone."""
+        return self._run("single")[0]
+
+    def pair(self, mode: Mode, prefill: str, decode: str) -> Pair:
+        """Run two engines and the router of ``mode`` in front of them.
+
+        Raises:
+            StartError: one of them did not become ready in time.
+        """
+        first, second = self._run(prefill, decode)
+        key = (mode, prefill, decode)
+        if self._router is None or self._router[0] != key:
+            self._stop_router()
+            name = self._log_name(f"{mode}-router")
+            router = Router(name, mode, [first], [second], self.log_dir)
+            self._router = (key, router)
+            router.start()
+            router.wait_ready(ROUTER_TIMEOUT_S)
+        return Pair(first, second, self._router[1])
+
+    def servers(self) -> list[ServerProcess]:
+        """What runs, for a look at the logs."""
+        routers = [self._router[1]] if self._router is not None else []
+        return [*self._engines.values(), *routers]
+
+    def close(self) -> None:
+        """Stop everything."""
+        try:
+            self._stop_router()
+        finally:
+            engines = list(self._engines.values())
+            self._engines.clear()
+            stop_all(engines)
+
+    def _run(self, *names: str) -> list[Engine]:
+        unwanted = [
+            name
+            for name, engine in self._engines.items()
+            if name not in names or not engine.running
+        ]
+        if unwanted or set(names) - set(self._engines):
+            self._stop_router()
+        stop_all([self._engines.pop(name) for name in unwanted])
+        missing = [name for name in names if name not in self._engines]
+        for name in missing:
+            engine = Engine(self._log_name(name), engine_config(name), self.log_dir)
+            self._engines[name] = engine
+            engine.start()
+        if missing:
+            started = time.monotonic()
+            wait_all_ready([self._engines[name] for name in missing], START_TIMEOUT_S)
+            seconds = time.monotonic() - started
+            print(f"\nstarted {', '.join(missing)} in {seconds:.0f} s")
+        return [self._engines[name] for name in names]
+
+    def _stop_router(self) -> None:
+        if self._router is not None:
+            _, router = self._router
+            self._router = None
+            router.stop()
+
+    def _log_name(self, name: str) -> str:
+        self._starts += 1
+        return f"{self._starts:02d}-{name}"
+
+
+@contextlib.contextmanager
+def engines_lock(
+    path: Path = LOCK_PATH, timeout: float = LOCK_TIMEOUT_S
+) -> Iterator[None]:
+    """Hold the lock under which this machine's test engines run.
+
+    Raises:
+        TimeoutError: another run held it for ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"another test run has held {path} for {timeout:.0f} s; end "
+                        "it, or wait for it"
+                    ) from None
+                time.sleep(1.0)
+        yield
+
+
+def log_tails(servers: Sequence[ServerProcess], lines: int) -> list[tuple[str, str]]:
+    """Return a title and the last lines of each server's log."""
+    return [
+        (f"{server.name} ({server.log_path})", server.log_tail(lines))
+        for server in servers
+    ]
+
+
+def side_channel_params(prefill: Engine) -> dict[str, Any]:
+    """Return how a decode engine finds ``prefill``, as a push router says it."""
+    return {
+        "remote_engine_id": None,
+        "remote_host": prefill.host,
+        "remote_port": prefill.side_channel_port,
+        "tp_size": 1,
+        "pp_size": 1,
+    }

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of an engine that the scheduler side works with, real but small."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.request import Request, RequestStatus
+
+BLOCK = 16
+BLOCKS = 32
+
+STOPPED = RequestStatus.FINISHED_STOPPED
+LENGTH = RequestStatus.FINISHED_LENGTH_CAPPED
+ABORTED = RequestStatus.FINISHED_ABORTED
+
+
+def pool() -> BlockPool:
+    return BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+
+
+def request(
+    name: str, tokens: int = 40, params: dict[str, Any] | None = None
+) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, list(range(1, tokens + 1)), sampling, None)
+
+
+def allocate(blocks: BlockPool, count: int) -> KVCacheBlocks:
+    """Blocks that a request holds."""
+    return KVCacheBlocks((blocks.get_new_blocks(count),))
+
+
+def free(blocks: BlockPool, held: KVCacheBlocks) -> None:
+    """The request gives its blocks back."""
+    blocks.free_blocks(reversed(held.blocks[0]))
+
+
+def available(blocks: BlockPool) -> int:
+    """Free blocks; all of them when nothing is held."""
+    count: int = blocks.get_num_free_blocks()
+    return count
+
+
+def step(
+    *,
+    new: Sequence[tuple[Request, int, int]] = (),
+    running: Sequence[tuple[Request, int, int]] = (),
+    tables: dict[str, KVCacheBlocks] | None = None,
+) -> SchedulerOutput:
+    """What is scheduled: requests with their computed and their scheduled tokens."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [
+        NewRequestData.from_request(request, ([],)) for request, _, _ in new
+    ]
+    for data, (_, computed, _) in zip(output.scheduled_new_reqs, new, strict=True):
+        data.num_computed_tokens = computed
+    cached = CachedRequestData.make_empty()
+    cached.req_ids = [request.request_id for request, _, _ in running]
+    cached.num_computed_tokens = [computed for _, computed, _ in running]
+    output.scheduled_cached_reqs = cached
+    output.num_scheduled_tokens = {
+        request.request_id: scheduled for request, _, scheduled in (*new, *running)
+    }
+    known = tables or {}
+    output.kv_connector_block_state = KVConnectorBlockState(
+        req_ids=set(output.num_scheduled_tokens),
+        resolve_block_ids=lambda name: known[name].get_block_ids(),
+        boundary_state_offloads={},
+    )
+    return output
+
+
+def finish(request: Request, status: RequestStatus) -> Request:
+    request.status = status
+    return request

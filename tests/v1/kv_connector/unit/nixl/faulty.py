@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables with a planted defect, which the searches must find."""
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
+    Action,
+    CloseReason,
+    ReceiveQuiet,
+    Report,
+    Send,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+    ReceiverTable,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    Done,
+    ReadConfirmed,
+    ReadDone,
+    Refused,
+)
+
+
+class FreesOnTheLease(SenderTable):
+    """Lets go of the KV when the lease ends, whoever uses it."""
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for handoff in list(self._handoffs.values()):
+            if handoff.offer is None or now <= handoff.deadline:
+                continue
+            for claim in list(handoff.claims.values()):
+                answer = Refused(claim.registration_id, "expired")
+                actions += self._end(handoff, claim, answer)
+            actions += self._close(handoff, CloseReason.EXPIRED, now)
+        return actions + super().tick(now)
+
+
+class ConfirmsAnyRead(SenderTable):
+    """Says yes to a READ without a look at its lease."""
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        yes = Send(peer, ReadConfirmed(msg.registration_id, ok=True))
+        return [
+            yes if isinstance(action, Send) else action
+            for action in super().read_done(peer, msg, now)
+        ]
+
+
+class QuietOnTimeout(ReceiverTable):
+    """Gives blocks back when a cancelled attempt has waited long enough."""
+
+    def tick(self, now: float) -> list[Action]:
+        actions = super().tick(now)
+        for key, attempt in list(self._attempts.items()):
+            if attempt.state.name == "QUIESCING" and now > attempt.started_at + 3.0:
+                del self._attempts[key]
+                actions.append(Report(ReceiveQuiet(key)))
+        return actions
+
+
+class TrustsTheLastPiece(ReceiverTable):
+    """Takes the piece that knows the total for the last one to land."""
+
+    def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
+        if msg.total:
+            return self.finished(peer, msg.registration_id, now)
+        return super().piece(peer, msg, now)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks may exchange KV, and what a refusal says."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.compat import refusal
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName, EngineId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import (
+    RankShape,
+    TopologyError,
+    source_ranks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    PROTOCOL_VERSION,
+    ProcessInfo,
+    RankInfo,
+    RegionInfo,
+    decode_rank,
+    encode,
+)
+
+REGION = RegionInfo("l0", 0, 4096, 64, 64, 10, 0)
+HERE = RankInfo(
+    protocol=PROTOCOL_VERSION,
+    engine_id=EngineId("here"),
+    agent_name=AgentName("here:0"),
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    block_size=16,
+    mem_type="DRAM",
+    agent_metadata=b"metadata",
+    regions=(REGION, msgspec.structs.replace(REGION, layer="l1")),
+    compat={"model": "m", "vllm_version": "1"},
+    layout={"connector_mode": "push", "dtype": "float32"},
+    process=ProcessInfo("boot", 1, 2),
+)
+
+
+def _there(**changes: Any) -> RankInfo:
+    return msgspec.structs.replace(HERE, **changes)
+
+
+def _regions(**changes: Any) -> tuple[RegionInfo, ...]:
+    return (REGION, msgspec.structs.replace(HERE.regions[1], **changes))
+
+
+def test_a_rank_is_described_on_the_wire() -> None:
+    assert decode_rank(encode(HERE)) == HERE
+
+
+def test_equals_exchange_kv() -> None:
+    there = _there(
+        engine_id="there",
+        agent_name="there:0",
+        agent_metadata=b"other",
+        process=ProcessInfo("", 0, 0),
+        regions=tuple(
+            msgspec.structs.replace(r, address=1, stride=999, num_blocks=77)
+            for r in reversed(HERE.regions)
+        ),
+    )
+    assert refusal(HERE, there, enforce=True) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"protocol": 2}, "protocol differs (local 1, remote 2)"),
+        ({"block_size": 32}, "block_size differs (local 16, remote 32)"),
+        (
+            {"layout": {"connector_mode": "pull", "dtype": "float32"}},
+            "connector_mode differs (local push, remote pull)",
+        ),
+        (
+            {"layout": {"connector_mode": "push"}},
+            "dtype differs (local float32, remote absent)",
+        ),
+        ({"tp_size": 2}, "tp_size 1 (local) with 2 (remote)"),
+        ({"pp_size": 2}, "pp_size 1 (local) with 2 (remote)"),
+        ({"regions": (REGION,)}, "one side only: l1"),
+        (
+            {"regions": _regions(page_bytes=128)},
+            "page_bytes of l1 differs (local 64, remote 128)",
+        ),
+        ({"regions": _regions(group=1)}, "cache group of l1 differs"),
+    ],
+)
+@pytest.mark.parametrize("enforce", [True, False])
+def test_what_would_corrupt_is_refused_in_any_case(
+    changes: dict[str, Any], said: str, enforce: bool
+) -> None:
+    assert said in (refusal(HERE, _there(**changes), enforce) or "")
+
+
+def test_another_model_is_refused_unless_told_otherwise() -> None:
+    there = _there(compat={"model": "n", "vllm_version": "1", "extra": "x"})
+    said = refusal(HERE, there, enforce=True) or ""
+    assert "model differs (local m, remote n)" in said
+    assert "extra differs (local absent, remote x)" in said
+    assert refusal(HERE, there, enforce=False) is None
+
+
+def test_all_differences_are_named_at_once() -> None:
+    there = _there(compat={"model": "n", "vllm_version": "2"}, block_size=8)
+    said = refusal(HERE, there, enforce=True) or ""
+    assert all(key in said for key in ("model", "vllm_version", "block_size"))
+
+
+def test_one_rank_serves_one_rank() -> None:
+    assert source_ranks(RankShape(), RankShape()) == ((0, 0),)
+    for shape in (RankShape(tp_size=2), RankShape(pp_size=2)):
+        for pair in ((shape, RankShape()), (RankShape(), shape)):
+            with pytest.raises(TopologyError, match="both must be 1"):
+                source_ranks(*pair)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that the engine instantiates."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from v1.kv_connector.unit.nixl.engine_side import (
+    ABORTED,
+    BLOCK,
+    BLOCKS,
+    allocate,
+    available,
+    finish,
+    pool,
+    request,
+    step,
+)
+from v1.kv_connector.unit.nixl.test_compat import HERE
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+    NixlConnector,
+    NixlPullConnector,
+    NixlPushConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
+    Expect,
+    NixlConnectorMetadata,
+    NixlHandshakeMetadata,
+    NixlWorkerMetadata,
+    RankReport,
+    Receive,
+    Watch,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConfigError
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlBaseConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
+    CloseReason,
+    Received,
+    SenderClosed,
+    TransferSize,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    GetFailure,
+    GetHandoffs,
+    GetIntegrity,
+    Report,
+    encode,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+pytestmark = pytest.mark.timeout(90)
+
+PREFILL = {"do_remote_decode": True, "transfer_id": "t"}
+DECODE = {
+    "do_remote_prefill": True,
+    "transfer_id": "u",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+}
+
+
+def _cache(groups: int = 1) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"l{i}"], spec) for i in range(groups)],
+    )
+
+
+def _make(
+    kind: type[NixlBaseConnector] = NixlPushConnector, groups: int = 1, **extra: Any
+) -> NixlBaseConnector:
+    config = VllmConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=kind.__name__,
+            kv_role="kv_both",
+            engine_id="engine",
+            kv_connector_extra_config=extra,
+        )
+    )
+    config.cache_config.block_size = BLOCK
+    return kind(config, KVConnectorRole.SCHEDULER, _cache(groups))
+
+
+@pytest.fixture
+def blocks() -> BlockPool:
+    return pool()
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        free: int = sock.getsockname()[1]
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free))
+    return free
+
+
+@pytest.fixture
+def connector(blocks: BlockPool, port: int) -> Iterator[NixlBaseConnector]:
+    connector = _make()
+    connector.bind_gpu_block_pool(blocks)
+    connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): NixlHandshakeMetadata(encode(HERE))}
+    )
+    yield connector
+    connector.shutdown()
+
+
+def _ask(port: int, what: GetIntegrity | GetHandoffs | GetFailure) -> Any:
+    reply = query(("127.0.0.1", port), what, 5)
+    assert isinstance(reply, Report)
+    return json.loads(reply.json)
+
+
+def _report(connector: NixlBaseConnector, *events: Any) -> KVConnectorOutput:
+    report = RankReport(0, events, {"sender_handoffs": 0})
+    output = KVConnectorOutput(kv_connector_worker_meta=NixlWorkerMetadata([report]))
+    connector.update_connector_output(output)
+    return output
+
+
+def test_the_factory_knows_the_three_names() -> None:
+    names = {
+        "NixlConnector": NixlPullConnector,
+        "NixlPullConnector": NixlPullConnector,
+        "NixlPushConnector": NixlPushConnector,
+    }
+    for name, kind in names.items():
+        assert KVConnectorFactory.get_connector_class_by_name(name) is kind
+    assert NixlConnector.mode is Mode.PULL
+    assert NixlPushConnector.mode is Mode.PUSH
+
+
+def test_importing_loads_no_nixl() -> None:
+    code = (
+        "import sys; import vllm.distributed.kv_transfer.kv_connector.v1.nixl; "
+        "print('loaded', [n for n in sys.modules if n.startswith('nixl')])"
+    )
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, env=env)
+    assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
+
+
+@pytest.mark.parametrize("kind", [NixlPushConnector, NixlPullConnector])
+def test_an_unknown_key_stops_the_start(kind: type[NixlBaseConnector]) -> None:
+    with pytest.raises(ConfigError, match=r"\['kv_leese'\].*kv_lease_duration"):
+        _make(kind, kv_leese=1)
+
+
+def test_an_unsupported_model_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        _make(groups=2)
+
+
+def test_a_defect_in_a_hook_does_not_reach_the_engine() -> None:
+    connector = _make()
+    thing: Any = object()
+    assert connector.on_new_request(thing) is None
+    assert connector.get_num_new_matched_tokens(thing, 0) == (0, False)
+    assert connector.update_state_after_alloc(thing, thing, 5) is None
+    assert connector.build_connector_meta(thing) == NixlConnectorMetadata()
+    assert connector.update_connector_output(thing) is None
+    assert connector.request_finished(thing, []) == (False, None)
+
+
+def test_a_prefill_leg_from_its_arrival_to_its_release(
+    connector: NixlBaseConnector, blocks: BlockPool, port: int
+) -> None:
+    prompt = request("r-12345678", params=PREFILL)
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    held = allocate(blocks, 3)
+    connector.update_state_after_alloc(prompt, held, 0)
+    output = step(new=[(prompt, 0, 40)], tables={prompt.request_id: held})
+    orders = connector.build_connector_meta(output)
+    assert isinstance(orders, NixlConnectorMetadata)
+    assert [type(command) for command in orders.commands] == [Expect]
+    (offer,) = orders.offers
+    prompt.status = prompt.status.FINISHED_LENGTH_CAPPED
+    delayed, params = connector.request_finished(prompt, held.get_block_ids()[0])
+    assert not delayed
+    assert params is not None
+    assert params["remote_port"] == port
+    assert params["remote_engine_id"] == "engine"
+    blocks.free_blocks(held.blocks[0])
+    assert _ask(port, GetIntegrity())["pins"]["exposed_for_send"] == 3
+    assert connector.has_pending_push_work()
+    closed = SenderClosed(
+        offer.transfer_id, 1, CloseReason.SERVED, 40, TransferSize(9, 1), 0.1
+    )
+    _report(connector, closed)
+    integrity = _ask(port, GetIntegrity())
+    assert integrity["free_blocks"] == integrity["total_blocks"] == BLOCKS - 1
+    assert not any(integrity["tables"].values())
+    assert integrity["counters"]["sender_served"] == 1
+    (record,) = _ask(port, GetHandoffs())
+    assert (record["transfer_id"], record["role"], record["bytes"]) == (
+        "t",
+        "sender",
+        9,
+    )
+    assert _ask(port, GetFailure(TransferId("t")))["outcome"] == "served"
+    assert _ask(port, GetFailure(TransferId("never"))) is None
+
+
+def test_a_decode_leg_from_its_arrival_to_its_kv(
+    connector: NixlBaseConnector, blocks: BlockPool, port: int
+) -> None:
+    prompt = request("r-12345678", params=DECODE)
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 16) == (24, True)
+    held = allocate(blocks, 3)
+    connector.update_state_after_alloc(prompt, held, 24)
+    orders = connector.build_connector_meta(step())
+    assert isinstance(orders, NixlConnectorMetadata)
+    assert [type(c) for c in orders.commands][:2] == [Watch, Receive]
+    receive = orders.commands[1]
+    assert isinstance(receive, Receive)
+    registration_id = receive.request.registration_id
+    output = _report(connector, Received(registration_id, 24, TransferSize(9, 1), 0.1))
+    assert output.finished_recving == {prompt.request_id}
+    finish(prompt, ABORTED)
+    assert connector.request_finished(prompt, held.get_block_ids()[0]) == (False, None)
+    blocks.free_blocks(held.blocks[0])
+    assert available(blocks) == BLOCKS - 1
+    assert not any(_ask(port, GetIntegrity())["tables"].values())
+
+
+@pytest.mark.parametrize(
+    ("params", "counter"),
+    [
+        ({**DECODE, "remote_port": "5600"}, "invalid_params"),
+        ({"do_remote_decode": 7}, "invalid_params"),
+    ],
+)
+def test_params_that_cannot_be_used_are_counted_and_served_without(
+    connector: NixlBaseConnector, port: int, params: dict[str, Any], counter: str
+) -> None:
+    prompt = request("r-12345678", params=params)
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    assert _ask(port, GetIntegrity())["counters"][counter] == 1
+
+
+def test_a_decode_leg_contacts_only_allowed_peers() -> None:
+    connector = _make(allowed_peers=["10.0.0.0/8"])
+    prompt = request("r-12345678", params=DECODE)
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    inside = request("s-12345678", params={**DECODE, "remote_host": "10.1.1.1"})
+    connector.on_new_request(inside)
+    assert connector.get_num_new_matched_tokens(inside, 0) == (40, True)
+
+
+def test_reports_of_ranks_are_joined() -> None:
+    one = NixlWorkerMetadata([RankReport(0, (), {})])
+    other = NixlWorkerMetadata([RankReport(1, (), {})])
+    assert [report.rank for report in one.aggregate(other).reports] == [0, 1]
+
+
+def test_stats_are_rebuilt_from_their_data() -> None:
+    stats = NixlKVConnectorStats()
+    stats.transfer(0.1, 0.1, 8, 1)
+    rebuilt = NixlPushConnector.build_kv_connector_stats(stats.data)
+    assert isinstance(rebuilt, NixlKVConnectorStats)
+    assert rebuilt.reduce() == stats.reduce()
+    connector = _make()
+    connector.bind_gpu_block_pool(pool())
+    assert connector.get_kv_connector_stats() is None
+
+
+def test_every_transferred_group_is_loaded() -> None:
+    assert _make().get_loaded_kv_cache_group_ids(request("r")) == (0,)
+
+
+def test_two_shutdowns_are_one(connector: NixlBaseConnector) -> None:
+    connector.shutdown()
+    connector.shutdown()

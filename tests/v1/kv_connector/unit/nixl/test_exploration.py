@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small hand-offs in every order of events."""
+
+import pytest
+
+from v1.kv_connector.unit.nixl.explorer import Budget, Case, Planned, explore
+from v1.kv_connector.unit.nixl.faulty import (
+    ConfirmsAnyRead,
+    FreesOnTheLease,
+    QuietOnTimeout,
+    TrustsTheLastPiece,
+)
+from v1.kv_connector.unit.nixl.simulation import Simulation, Violation
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
+    Mode,
+    RegistrationId,
+    TransferId,
+)
+
+D0, D1 = AgentName("D0"), AgentName("D1")
+T0, T1 = TransferId("t0"), TransferId("t1")
+ONE = (Planned(RegistrationId("r0"), T0, D0),)
+TWICE = (*ONE, Planned(RegistrationId("r1"), T0, D1))
+TWO = (*ONE, Planned(RegistrationId("r1"), T1, D0))
+
+Plan = tuple[tuple[Planned, ...], dict[TransferId, int | None], Budget]
+
+CASES: dict[str, Plan] = {
+    "cancel": (ONE, {T0: 1}, Budget(cancels=1, ticks=3)),
+    "repeat": (ONE, {T0: 1}, Budget(repeats=2, cancels=1, ticks=1)),
+    "loss": (ONE, {T0: 1}, Budget(losses=2, cancels=1, ticks=2)),
+    "withdraw": (ONE, {T0: 1}, Budget(withdrawals=1, cancels=1, repeats=1, ticks=1)),
+    "break": (ONE, {T0: 1}, Budget(failures=1, cancels=1, losses=1, ticks=1)),
+    "silence": (ONE, {T0: 1}, Budget(silences=1, cancels=1, ticks=2)),
+    "death": (ONE, {T0: 1}, Budget(deaths=1, cancels=1, ticks=1)),
+    "unexpected": (ONE, {}, Budget(cancels=1, repeats=1, losses=1, ticks=4)),
+    "twice": (TWICE, {T0: 2}, Budget(cancels=1, ticks=1)),
+    "twice-unannounced": (TWICE, {T0: None}, Budget(cancels=1, repeats=1)),
+    "two": (TWO, {T0: 1, T1: None}, Budget(cancels=1, withdrawals=1)),
+}
+
+
+def _explore(mode: Mode, name: str, depth: int, settle_each: int) -> None:
+    planned, transfers, budget = CASES[name]
+    case = Case(
+        Simulation(
+            mode,
+            decodes=len({plan.decode for plan in planned}),
+            pieces=2 if planned is ONE else 1,
+        ),
+        dict(transfers),
+        list(planned),
+        budget,
+    )
+    explored = explore(case, depth, settle_each)
+    print(f"{mode} {name}, {depth} steps deep: {explored}")
+    assert explored.complete
+    assert explored.settled
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(60)
+def test_no_order_breaks_a_promise(mode: Mode, name: str) -> None:
+    _explore(mode, name, depth=7, settle_each=10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(600)
+def test_no_long_order_breaks_a_promise(mode: Mode, name: str) -> None:
+    _explore(mode, name, depth=11, settle_each=10)
+
+
+def _search(simulation: Simulation, budget: Budget, depth: int) -> None:
+    explore(Case(simulation, {T0: 1}, list(ONE), budget), depth, settle_each=10**9)
+
+
+@pytest.mark.timeout(120)
+def test_a_sender_that_frees_on_the_lease_is_found() -> None:
+    with pytest.raises(Violation, match=r"closes under a WRITE|written after its end"):
+        _search(Simulation(Mode.PUSH, sender=FreesOnTheLease), Budget(ticks=4), 10)
+
+
+@pytest.mark.timeout(120)
+def test_a_receiver_that_is_quiet_on_a_timeout_is_found() -> None:
+    with pytest.raises(Violation, match="ends under a WRITE"):
+        _search(
+            Simulation(Mode.PUSH, receiver=QuietOnTimeout),
+            Budget(cancels=1, ticks=2),
+            10,
+        )
+
+
+@pytest.mark.timeout(120)
+def test_a_receiver_that_trusts_the_last_piece_is_found() -> None:
+    with pytest.raises(Violation, match="is received with None"):
+        _search(Simulation(Mode.PUSH, receiver=TrustsTheLastPiece), Budget(), 10)
+
+
+@pytest.mark.timeout(120)
+def test_a_sender_that_confirms_any_read_is_found() -> None:
+    with pytest.raises(Violation, match="is received with None"):
+        _search(Simulation(Mode.PULL, sender=ConfirmsAnyRead), Budget(ticks=4), 12)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side in the scheduler, on a real block pool."""
+
+from typing import Any
+
+import pytest
+
+from v1.kv_connector.unit.nixl.engine_side import (
+    ABORTED,
+    BLOCK,
+    BLOCKS,
+    LENGTH,
+    STOPPED,
+    allocate,
+    available,
+    finish,
+    free,
+    pool,
+    request,
+    step,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import Expect, Withdraw
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
+    CloseReason,
+    SenderClosed,
+    TransferSize,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    EngineId,
+    Mode,
+    TransferId,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    PrefillAddress,
+    PrefillParams,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import PinBoard
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prefill import (
+    LINGER_SECONDS,
+    PrefillSide,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prompt import (
+    prompt_digest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
+
+T = TransferId("t")
+ADDRESS = PrefillAddress("127.0.0.1", 5600, EngineId("p"))
+
+
+class Side:
+    """A prefill side with its surroundings."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.pool = pool()
+        self.pins = PinBoard()
+        self.pins.bind(self.pool)
+        self.records = Records()
+        self.side = PrefillSide(
+            Mode.PUSH, ADDRESS, BLOCK, world_size, True, self.pins, self.records
+        )
+
+    def closed(
+        self, generation: int, rank: int = 0, reason: CloseReason = CloseReason.SERVED
+    ) -> None:
+        size = TransferSize(1000, 2)
+        self.side.closed(rank, SenderClosed(T, generation, reason, 40, size, 0.5))
+
+    def free(self) -> int:
+        return available(self.pool)
+
+    def last(self) -> dict[str, object]:
+        return self.records.latest()[-1]
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def test_a_prompt_is_offered_in_the_step_that_completes_it(side: Side) -> None:
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, 2))
+    held = allocate(side.pool, 3)
+    tables = {prompt.request_id: held}
+    commands, offers = side.side.build(step(new=[(prompt, 0, 30)], tables=tables), 0)
+    assert commands == [Expect(T, 2, (TransferId("r-12345678"), TransferId("r")))]
+    assert offers == []
+    _, (offer,) = side.side.build(step(running=[(prompt, 30, 10)], tables=tables), 1)
+    assert (offer.transfer_id, offer.prompt_tokens) == (T, 40)
+    assert offer.digest == prompt_digest(prompt.prompt_token_ids)
+    assert [group.tolist() for group in offer.blocks] == list(held.get_block_ids())
+    result = side.side.finished(finish(prompt, LENGTH), held.get_block_ids())
+    assert result is not None
+    assert result["transfer_id"] == T
+    assert result["remote_port"] == 5600
+    free(side.pool, held)
+    assert side.free() == BLOCKS - 4
+    side.closed(offer.generation)
+    assert side.free() == BLOCKS - 1
+    assert not any(side.side.sizes().values())
+    last = side.last()
+    assert (last["outcome"], last["tokens"], last["bytes"]) == ("served", 40, 1000)
+
+
+def _offered(side: Side) -> tuple[Any, Any, int]:
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, None))
+    held = allocate(side.pool, 4)
+    output = step(new=[(prompt, 16, 24)], tables={prompt.request_id: held})
+    _, (offer,) = side.side.build(output, 0)
+    # A lookahead block is not part of the prompt.
+    assert len(offer.blocks[0]) == 3
+    return prompt, held, offer.generation
+
+
+def test_blocks_are_held_until_every_rank_has_let_go() -> None:
+    side = Side(world_size=2)
+    prompt, held, generation = _offered(side)
+    side.side.finished(finish(prompt, STOPPED), held.get_block_ids())
+    free(side.pool, held)
+    side.closed(generation, rank=1)
+    side.closed(generation, rank=1)
+    assert side.free() == BLOCKS - 4
+    side.closed(generation, rank=0)
+    assert side.free() == BLOCKS - 1
+
+
+def test_ranks_may_let_go_before_the_request_ends(side: Side) -> None:
+    prompt, held, generation = _offered(side)
+    side.closed(generation, reason=CloseReason.EXPIRED)
+    side.closed(generation)
+    assert side.last()["outcome"] == "expired"
+    side.side.finished(finish(prompt, STOPPED), held.get_block_ids())
+    free(side.pool, held)
+    assert side.free() == BLOCKS - 1
+
+
+def test_an_aborted_prompt_is_withdrawn(side: Side) -> None:
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, None))
+    assert side.side.finished(finish(prompt, ABORTED), ([],)) is None
+    commands, _ = side.side.build(step(), 0)
+    assert [type(command) for command in commands] == [Expect, Withdraw]
+    assert not any(side.side.sizes().values())
+    assert side.last()["outcome"] == "withdrawn"
+
+
+def test_an_abort_after_the_offer_waits_for_the_ranks(side: Side) -> None:
+    prompt, held, generation = _offered(side)
+    assert side.side.finished(finish(prompt, ABORTED), held.get_block_ids()) is None
+    free(side.pool, held)
+    (command,), _ = side.side.build(step(), 1)
+    assert isinstance(command, Withdraw)
+    assert side.free() == BLOCKS - 4
+    side.closed(generation, reason=CloseReason.WITHDRAWN)
+    assert side.free() == BLOCKS - 1
+
+
+def test_a_preempted_prompt_is_offered_when_it_is_complete_again(side: Side) -> None:
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, None))
+    first = allocate(side.pool, 2)
+    tables = {prompt.request_id: first}
+    assert side.side.build(step(new=[(prompt, 0, 32)], tables=tables), 0)[1] == []
+    free(side.pool, first)
+    again = allocate(side.pool, 3)
+    tables = {prompt.request_id: again}
+    _, (offer,) = side.side.build(step(running=[(prompt, 0, 40)], tables=tables), 1)
+    assert offer.blocks[0].tolist() == again.get_block_ids()[0]
+
+
+def test_a_transfer_id_in_use_is_not_taken_twice(side: Side) -> None:
+    _, _, generation = _offered(side)
+    second = request("s-12345678")
+    side.side.new_request(second, PrefillParams(T, None))
+    held = allocate(side.pool, 3)
+    output = step(new=[(second, 0, 40)], tables={second.request_id: held})
+    assert side.side.build(output, 0) == ([], [])
+    assert side.side.finished(finish(second, STOPPED), held.get_block_ids()) is None
+    assert side.records.totals()["sender_duplicate_transfer_id"] == 1
+    side.closed(generation)
+    third = request("u-12345678")
+    side.side.new_request(third, PrefillParams(T, None))
+    assert side.side.sizes()["prefill_waiting"] == 1
+
+
+def test_an_earlier_offer_of_the_same_name_closes_nothing(side: Side) -> None:
+    _, _, generation = _offered(side)
+    side.closed(generation - 1)
+    assert side.side.sizes()["prefill_open"] == 1
+
+
+def test_without_a_transfer_id_the_requests_outside_name_counts(side: Side) -> None:
+    side.side.new_request(request("r-12345678"), PrefillParams(None, None))
+    (expect,), _ = side.side.build(step(), 0)
+    assert isinstance(expect, Expect)
+    assert expect.transfer_id == "r"
+
+
+def test_requests_without_a_hand_off_are_nobodys_business(side: Side) -> None:
+    prompt = request("r-12345678")
+    held = allocate(side.pool, 3)
+    output = step(new=[(prompt, 0, 40)], tables={prompt.request_id: held})
+    assert side.side.build(output, 0) == ([], [])
+    assert side.side.finished(finish(prompt, STOPPED), held.get_block_ids()) is None
+
+
+def test_an_idle_engine_steps_on_for_a_while(side: Side) -> None:
+    assert not side.side.release_due(0)
+    _, _, generation = _offered(side)
+    assert side.side.release_due(LINGER_SECONDS / 2)
+    assert not side.side.release_due(LINGER_SECONDS * 2)
+    side.closed(generation)
+    assert not side.side.release_due(0)

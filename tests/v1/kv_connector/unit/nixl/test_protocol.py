@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of hand-offs under long random histories."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from v1.kv_connector.unit.nixl.faulty import (
+    ConfirmsAnyRead,
+    FreesOnTheLease,
+    QuietOnTimeout,
+    TrustsTheLastPiece,
+)
+from v1.kv_connector.unit.nixl.simulation import POSITIONS, Simulation, Violation
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+    ReceiverTable,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    Mode,
+    RegistrationId,
+    TransferId,
+)
+
+EXAMPLES = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+SEARCH = settings(EXAMPLES, max_examples=2000, phases=[Phase.generate])
+
+TRANSFERS = [TransferId(f"t{index}") for index in range(2)]
+transfers = st.sampled_from(TRANSFERS)
+some = st.integers(0, 10**6)
+rarely_not = st.sampled_from([True, True, True, False])
+
+
+def _alias(transfer_id: TransferId) -> TransferId:
+    return TransferId(f"{transfer_id}-outside")
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """What a test may do next; the simulation itself checks what comes of it."""
+
+    mode: ClassVar[Mode] = Mode.PUSH
+    sender: ClassVar[type[SenderTable]] = SenderTable
+    receiver: ClassVar[type[ReceiverTable]] = ReceiverTable
+
+    @initialize(ranks=st.integers(1, 2), pieces=st.integers(1, 3))
+    def begin(self, ranks: int, pieces: int) -> None:
+        self.count = 0
+        self.sim = Simulation(
+            self.mode,
+            prefill_ranks=ranks,
+            decodes=2,
+            pieces=pieces,
+            sender=self.sender,
+            receiver=self.receiver,
+        )
+
+    # ---- what routers and engines do
+
+    @rule(transfer_id=transfers, receivers=st.sampled_from([None, 1, 2, 3]))
+    def expect(self, transfer_id: TransferId, receivers: int | None) -> None:
+        if transfer_id not in self.sim.prefills:
+            self.sim.expect(transfer_id, receivers, (_alias(transfer_id),))
+
+    @rule(
+        pick=some,
+        transfer_id=transfers,
+        first=st.integers(0, POSITIONS - 1),
+        by_alias=st.booleans(),
+        connects=rarely_not,
+    )
+    def start(
+        self,
+        pick: int,
+        transfer_id: TransferId,
+        first: int,
+        by_alias: bool,
+        connects: bool,
+    ) -> None:
+        decodes = list(self.sim.receivers)
+        registration_id = RegistrationId(f"r{self.count}")
+        self.count += 1
+        called = _alias(transfer_id) if by_alias else None
+        decode = decodes[pick % len(decodes)]
+        started = self.sim.start(decode, registration_id, transfer_id, first, called)
+        if started and connects:
+            self.sim.connect(registration_id)
+
+    @rule(pick=some)
+    def cancel(self, pick: int) -> None:
+        known = [
+            key
+            for key, attempt in self.sim.attempts.items()
+            if attempt.decode not in self.sim.dead
+        ]
+        if known:
+            self.sim.cancel(known[-1 - pick % min(3, len(known))])
+
+    # ---- what goes on
+
+    @rule(picks=st.lists(some, min_size=1, max_size=6))
+    def progress(self, picks: list[int]) -> None:
+        for pick in picks:
+            self._take_one(list(self._moves()), pick)
+
+    @rule(pick=some)
+    def trouble(self, pick: int) -> None:
+        self._take_one(list(self._trouble()), pick)
+
+    @rule(pick=some)
+    def silence_or_death(self, pick: int) -> None:
+        self._take_one(list(self._ends()), pick)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 8.0]))
+    def wait(self, seconds: float) -> None:
+        self.sim.advance(seconds)
+        self.sim.tick()
+
+    @staticmethod
+    def _take_one(choices: list[Callable[[], object]], pick: int) -> None:
+        if choices:
+            choices[pick % len(choices)]()
+
+    def _moves(self) -> Iterator[Callable[[], object]]:
+        sim = self.sim
+        for transfer_id, prefill in sim.prefills.items():
+            if not prefill.blocks:
+                yield partial(sim.offer, transfer_id)
+        for index in range(len(sim.network)):
+            yield partial(sim.deliver, index)
+        for index, write in enumerate(sim.writes):
+            if write.unposted:
+                yield partial(sim.post, index)
+            for which in range(len(write.posted)):
+                yield partial(sim.land, index, which)
+        for index in range(len(sim.reads)):
+            yield partial(sim.end_read, index)
+
+    def _trouble(self) -> Iterator[Callable[[], object]]:
+        sim = self.sim
+        for index in range(len(sim.network)):
+            yield partial(sim.lose, index)
+            yield partial(sim.repeat, index)
+        for index in range(len(sim.writes)):
+            yield partial(sim.break_write, index)
+        for index in range(len(sim.reads)):
+            yield partial(sim.end_read, index, ok=False)
+        for transfer_id in sim.prefills:
+            yield partial(sim.withdraw, transfer_id)
+        for registration_id, attempt in sim.attempts.items():
+            if attempt.connecting and not attempt.over:
+                yield partial(sim.connect, registration_id)
+                yield partial(sim.unreachable, registration_id)
+        decode = next(iter(sim.receivers))
+        for transfer_id in TRANSFERS:
+            yield partial(sim.renew, decode, transfer_id)
+            for receivers in range(2):
+                yield partial(sim.not_needed, decode, transfer_id, receivers)
+
+    def _ends(self) -> Iterator[Callable[[], object]]:
+        sim = self.sim
+        sides = (list(sim.senders), list(sim.receivers))
+        for owners, peers in (sides, sides[::-1]):
+            for owner in owners:
+                if owner in sim.dead:
+                    continue
+                for peer in peers:
+                    if peer in sim.dead:
+                        yield partial(sim.prove, owner, peer)
+                    yield partial(sim.give_up_on, owner, peer)
+                    yield lambda: None
+                yield partial(sim.die, owner)
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.settle()
+            self.sim.check_over()
+
+
+class PullMachine(HandoffMachine):
+    mode = Mode.PULL
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("machine", [HandoffMachine, PullMachine])
+def test_random_histories(machine: type[HandoffMachine]) -> None:
+    run_state_machine_as_test(machine, settings=EXAMPLES)
+
+
+class FreesOnTheLeaseMachine(HandoffMachine):
+    sender = FreesOnTheLease
+
+
+class QuietOnTimeoutMachine(HandoffMachine):
+    receiver = QuietOnTimeout
+
+
+class TrustsTheLastPieceMachine(HandoffMachine):
+    receiver = TrustsTheLastPiece
+
+
+class ConfirmsAnyReadMachine(PullMachine):
+    sender = ConfirmsAnyRead
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        FreesOnTheLeaseMachine,
+        QuietOnTimeoutMachine,
+        TrustsTheLastPieceMachine,
+        ConfirmsAnyReadMachine,
+    ],
+)
+def test_planted_defects_are_found(machine: type[HandoffMachine]) -> None:
+    with pytest.raises(Violation):
+        run_state_machine_as_test(machine, settings=SEARCH)
