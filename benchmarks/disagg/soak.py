@@ -82,6 +82,9 @@ _OF_MESSAGES: dict[str, Rule] = {
     "delayed": Rule("send", "delay", seconds=0.4),
 }
 _ABORTS = ("abort_prefill", "abort_decode")
+MAY_FAIL = {*_ABORTS, "failed_post", "failed_completion"}
+"""A request is answered in spite of all other faults of its own."""
+
 _OF_ENGINES = ("stop", "cut", "kill")
 
 
@@ -209,8 +212,6 @@ class Half:
         hand_off = HandOff(self._requests, self._pair, fault or "plain", ask)
         started = time.monotonic()
         self._tally.requests += 1
-        if fault is not None:
-            self._tally.faults[fault] += 1
         work = asyncio.create_task(hand_off.run())
         if fault in _ABORTS:
             await self._hang_up(hand_off, work, fault)
@@ -220,8 +221,8 @@ class Half:
             self._tally.note(f"{hand_off.transfer_id} hangs")
             work.cancel()
             return
-        killed = self._was_disturbed(started, time.monotonic())
-        self._judge(hand_off, work.result(), fault, killed)
+        disturbed = self._was_disturbed(started, time.monotonic())
+        self._judge(hand_off, work.result(), fault, disturbed)
         if work.result().status == NO_ANSWER:
             # Its engine is dead; asking without pause would not bring it back.
             await asyncio.sleep(0.5)
@@ -240,8 +241,9 @@ class Half:
     ) -> None:
         await asyncio.wait({work}, timeout=self._rng.uniform(0.0, 0.6))
         task = hand_off.prefill if fault == "abort_prefill" else hand_off.decode
-        if task is not None:
+        if task is not None and not task.done():
             task.cancel()
+            self._tally.faults[fault] += 1
 
     def _judge(
         self, hand_off: HandOff, outcome: Outcome, fault: str | None, disturbed: bool
@@ -259,7 +261,10 @@ class Half:
             tally.untouched_ok += outcome.status == 200
             if outcome.status != 200:
                 tally.note(f"{name}: {outcome}")
-        if outcome.status not in (200, 500, NO_ANSWER, ABORTED):
+        survives = fault is not None and fault not in MAY_FAIL and not disturbed
+        if outcome.status not in (200, 500, NO_ANSWER, ABORTED) or (
+            survives and outcome.status == 500
+        ):
             tally.lost += 1
             tally.note(f"{name}: {outcome}")
 
@@ -344,12 +349,26 @@ class Half:
 
     # ---- what is left
 
+    def _count_faults(self) -> None:
+        """Count the faults of single hand-offs that the engines made."""
+        made = {
+            event.transfer
+            for side in SIDES
+            for event in self._pair.control(side).events()
+            if event.fault and event.fault != "cut"
+        }
+        for transfer in made:
+            fault = transfer.partition(".")[0]
+            if fault in self._faults:
+                self._tally.faults[fault] += 1
+
     async def _settled(self) -> None:
         for side in SIDES:
             self._pair.control(side).clear()
         for side in SIDES:
             await self._holds_nothing(side)
         self._count_deaths()
+        self._count_faults()
 
     async def _holds_nothing(self, side: Side) -> None:
         held = await clean(self._requests, self._pair.engine(side))

@@ -66,7 +66,7 @@ class FaultPair:
         self.policy = policy
         self.engine_ids: dict[Side, str] = {"P": f"{mode}-P", "D": f"{mode}-D"}
         self.starts = 0
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
         self._seats: dict[Side, Seat] = {}
         self._engines: dict[Side, Engine] = {}
@@ -105,7 +105,7 @@ class FaultPair:
             self.starts += 1
             seat = self._seats[side]
             name = f"{self.starts:02d}-{self.engine_ids[side]}"
-            engine = Engine(name, self._config(seat), self._log_dir, ports=seat.ports)
+            engine = Engine(name, self._config(seat), self.log_dir, ports=seat.ports)
             self._engines[side] = engine
             engine.start()
         wait_all_ready([self._engines[side] for side in sides], START_TIMEOUT_S)

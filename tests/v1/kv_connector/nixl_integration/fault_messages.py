@@ -62,6 +62,7 @@ HANDSHAKES: dict[Side, tuple[str, ...]] = {
     "D": ("wrong_mode",),
 }
 DELAY_S = 0.7
+EARLY_S = 1.5
 SLOW_TRANSFER_S = 3.0
 
 
@@ -74,12 +75,14 @@ class _Case:
         may_fail: whether the KV may not come.
         mismatch: the prefill leg has another prompt.
         hangs_up: the decode leg, sent alone, is aborted.
+        early: the decode leg is sent first, so that P has to promise the KV.
     """
 
     rules: dict[Side, tuple[Rule, ...]] = field(default_factory=dict)
     may_fail: bool = False
     mismatch: bool = False
     hangs_up: bool = False
+    early: bool = False
 
 
 def _lost(side: Side, kind: str) -> _Case:
@@ -103,7 +106,9 @@ MESSAGES: dict[tuple[Mode, Side], dict[str, _Case]] = {
         "delayed": _everything("D", _DELAYED),
     },
     ("push", "P"): {
-        "lost_accepted": _lost("P", "accepted"),
+        "lost_accepted": _Case(
+            {"P": (Rule("send", "drop", "accepted", count=1),)}, early=True
+        ),
         "lost_done": _Case({"P": (Rule("post", "mute", "WRITE"),)}),
         "lost_done_and_finished": _Case(
             {
@@ -121,8 +126,8 @@ MESSAGES: dict[tuple[Mode, Side], dict[str, _Case]] = {
         "lost_cancelled": _Case(
             {"P": (Rule("send", "drop", "cancelled", count=1),)}, hangs_up=True
         ),
-        "repeated": _everything("P", _REPEATED),
-        "delayed": _everything("P", _DELAYED),
+        "repeated": _Case({"P": (_REPEATED,)}, early=True),
+        "delayed": _Case({"P": (_DELAYED,)}, early=True),
     },
     ("pull", "D"): {
         "lost_lease_request": _lost("D", "lease_request"),
@@ -208,7 +213,7 @@ async def _case(world: World, verdict: Verdict, name: str, case: _Case) -> None:
         await hand_off.decode
         return
     outcome = await ended(
-        asyncio.create_task(_run(world, hand_off, case.mismatch)),
+        asyncio.create_task(_run(world, hand_off, case)),
         time.monotonic() + BOUND_S + SLACK_S,
     )
     if outcome is None:
@@ -222,8 +227,14 @@ async def _case(world: World, verdict: Verdict, name: str, case: _Case) -> None:
         verdict.add(name, "the hand-off cannot have worked, and yet there is an answer")
 
 
-async def _run(world: World, hand_off: HandOff, mismatch: bool) -> Outcome:
-    if not mismatch:
+async def _run(world: World, hand_off: HandOff, case: _Case) -> Outcome:
+    if case.early:
+        hand_off.send_decode()
+        assert hand_off.decode is not None
+        await asyncio.sleep(EARLY_S)
+        hand_off.send_prefill()
+        return await hand_off.decode
+    if not case.mismatch:
         return await hand_off.run()
     hand_off.send_prefill(stage_ask("registered").prompt)
     await hand_off.prefilled()

@@ -30,6 +30,7 @@ from handoff_client import (
 from handoff_engines import SPEC
 from handoff_workload import Ask, References, Tokens, words
 from pd_launcher import Engine
+from pd_processes import ServerProcess
 from tiny_model import random_prompt
 
 CLEAN_S = 30.0
@@ -69,9 +70,12 @@ class Requests:
         self._session = session
 
     async def send(
-        self, engine: Engine, body: Body, first: asyncio.Event | None = None
+        self, engine: ServerProcess, body: Body, first: asyncio.Event | None = None
     ) -> Outcome:
-        """One request. With ``first`` it streams, and sets that at the first event."""
+        """One request to an engine or a router.
+
+        With ``first`` it streams, and sets that at the first event.
+        """
         try:
             if first is None:
                 status, tokens, text = await self._whole(engine, body)
@@ -83,7 +87,9 @@ class Requests:
             status, tokens, text = NO_ANSWER, (), f"{type(error).__name__}: {error}"
         return Outcome(status, tokens, text, time.monotonic())
 
-    async def _whole(self, engine: Engine, body: Body) -> tuple[int, Tokens, str]:
+    async def _whole(
+        self, engine: ServerProcess, body: Body
+    ) -> tuple[int, Tokens, str]:
         url = engine.url + COMPLETIONS
         async with self._session.post(url, json=body) as response:
             text = await response.text()
@@ -93,7 +99,7 @@ class Requests:
             return 200, words(answer), text
 
     async def _stream(
-        self, engine: Engine, body: Body, first: asyncio.Event
+        self, engine: ServerProcess, body: Body, first: asyncio.Event
     ) -> tuple[int, Tokens, str]:
         url = engine.url + COMPLETIONS
         parts: list[str] = []

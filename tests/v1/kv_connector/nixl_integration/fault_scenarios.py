@@ -132,9 +132,10 @@ async def stop(world: World, victim: Side) -> Verdict:
             fillers = await _fill_beside_quarantine(world, verdict, stages)
         else:
             await asyncio.sleep(PEER_TIMEOUT_S + 2.0)
+            verdict.add_common(await _given_up(world))
             fillers = []
         marks = _marks(world)
-        _clear(world)
+        clear(world)
     finally:
         pair.signal(victim, signal.SIGCONT)
     await _resume(world, verdict, stages, fillers, marks)
@@ -165,7 +166,7 @@ async def cut(world: World, victim: Side) -> Verdict:
     await _judge_decode(world, verdict, stages, _decode_bound(world))
     fillers = await _fill_beside_quarantine(world, verdict, stages)
     marks = _marks(world)
-    _clear(world)
+    clear(world)
     await _resume(world, verdict, stages, fillers, marks)
     verdict.add_common(*await traffic.end())
     await aftermath(world, verdict)
@@ -186,7 +187,7 @@ async def abort(world: World, victim: Side) -> Verdict:
     if held and not await quarantined(world.requests, pair.decode):
         verdict.add(held.pop(), "blocks were let go of while they are written to")
     marks = _marks(world)
-    _clear(world)
+    clear(world)
     await _resume(world, verdict, stages, [], marks)
     verdict.add_common(*await traffic.end())
     await aftermath(world, verdict)
@@ -233,7 +234,7 @@ def _decode_bound(world: World) -> float:
     return time.monotonic() + BOUND_S + (0.0 if world.may_fail else RECOMPUTE_S)
 
 
-def _clear(world: World) -> None:
+def clear(world: World) -> None:
     for side in ("P", "D"):
         world.pair.control(side).clear()
 
@@ -394,6 +395,16 @@ async def _resume(
     await _judge_prefill(world, verdict, stages)
 
 
+async def _given_up(world: World) -> str | None:
+    """Whether P has let go of a silent D, but for the WRITE that is under way."""
+    document = await integrity(world.pair.prefill)
+    claims = document["tables"]["rank0_sender_claims"]
+    under_way = 1 if world.pair.mode == "push" else 0
+    if claims <= under_way:
+        return None
+    return f"P keeps {claims} claims of a D that is silent: {document}"
+
+
 async def _replace(world: World, side: Side, then: Policy | None) -> None:
     pair = world.pair
     await asyncio.to_thread(pair.reap, side)
@@ -405,7 +416,7 @@ async def _replace(world: World, side: Side, then: Policy | None) -> None:
 async def aftermath(world: World, verdict: Verdict) -> None:
     """Both engines hold nothing, live, and hand off what comes next."""
     pair = world.pair
-    _clear(world)
+    clear(world)
     for engine in (pair.prefill, pair.decode):
         verdict.add_common(await clean(world.requests, engine))
     for ask in healthy_asks()[:NEXT_REQUESTS]:

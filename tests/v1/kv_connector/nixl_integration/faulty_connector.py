@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName, Mode
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import CacheLayout
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Facts
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Address,
     Handshake,
@@ -41,7 +42,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import (
     REPEAT_SECONDS,
-    Facts,
     TransferLoop,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (

@@ -1,5 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults by victim and stage, on real engines beside healthy traffic."""
+"""Faults by victim and stage, on real engines beside healthy traffic.
+
+A scenario brings one hand-off into every stage at once, lets the fault happen, and
+judges each stage as a cell of its own: the request ends within its bound, in an
+error or in the right text; afterwards both engines hold nothing and hand off what
+comes next. Scenarios follow one another on engines that are replaced only where the
+fault or the failure policy asks for it.
+
+    fault       what happens                                     stages
+    kill        SIGKILL; then a restart with the same engine id  all
+    leave       SIGTERM; then a restart with a new engine id     all
+    stop        SIGSTOP; SIGCONT once the other has given it up  all
+    cut         nothing passes, notifications, transfers and
+                side channel alike; then it heals                all
+    abort       the client hangs up the victim's leg             all; for P mid_prefill
+    messages    notifications are lost, repeated, delayed        by kind
+    transfers   posting fails, completion fails, or it is slow   mid_write, mid_read
+    refuse      wrong mode, wrong token, nobody at the address   before registration
+    routed      stop, seen by a router's client                  mid_write, mid_read
+    careless    stop, with a defect that must be noticed         mid_write
+
+Stages of push: ``before_registration`` (D holds blocks, P does not know of them),
+``registered``, ``mid_prefill``, ``mid_write``, ``written`` (all bytes are there, the
+news is lost), ``decoding``. Of pull: ``mid_prefill``, ``finished``, ``leased`` (the
+grant is lost), ``mid_read``, ``read`` (the confirmation is lost), ``decoding``.
+
+Cells that are left out, and why:
+
+    abort of P, not mid_prefill      its request has ended already, or not begun
+    pull before registration         that is ``finished``: D has not been asked
+    transfers in other stages        nothing is posted then
+    refuse in other stages           both sides have shaken hands by then
+    refuse by D                      D answers no handshake; P refuses D's messages
+    wrong token at P                 these engines have none; the unit tests do
+    messages without a hand-off      hello_ack, ping, pong, renew, goodbye: cut and
+                                     leave lose them all, the model each of them
+    lost read_done twice and more,
+    any order of several losses      left to the exhaustive model
+    recompute: kill, stop of D,
+    messages of D                    the policy acts on a D that lives and loses KV
+    recompute: cut of P              to D it is the same as a cut of D
+    leave of D with policy fail      done once, with policy recompute
+"""
 
 from __future__ import annotations
 
@@ -21,6 +63,7 @@ from fault_messages import (
     transfers,
 )
 from fault_requests import Requests, Verdict, all_fault_asks, make_references
+from fault_routed import ROUTED, routed
 from fault_scenarios import World, abort, careless, cut, kill, leave, stop
 from fault_stages import PULL_STAGES, PUSH_STAGES
 from handoff_client import Client
@@ -82,6 +125,7 @@ def _scenarios() -> Iterator[Scenario]:
         yield of("fail", "refuse", "D", HANDSHAKES["D"], full=not push)
         yield of("fail", "stop", "P", full=not push)
         yield of("fail", "stop", "D", full=True)
+        yield of("fail", "routed", "P", ROUTED, full=not push)
         yield of("fail", "cut", "P", full=True)
         yield of("fail", "cut", "D", full=True)
         yield of("fail", "leave", "P", full=True)
@@ -184,6 +228,8 @@ async def _play(world: World, scenario: Scenario) -> Verdict:
             return await messages(world, victim)
         case "transfers":
             return await transfers(world)
+        case "routed":
+            return await routed(world)
         case "refuse":
             return await refuse(world, victim)
     raise ValueError(scenario.fault)

@@ -36,16 +36,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     new_registration_id,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import MemoryRange
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Facts, PendingOffer
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.process import this_process
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Address,
     SideChannelServer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import (
-    Facts,
-    PendingOffer,
-    TransferLoop,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import TransferLoop
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     PROTOCOL_VERSION,
     Hello,
@@ -64,7 +61,7 @@ LAYERS = 2
 PATIENCE_S = 20.0
 
 CONFIG = ConnectorConfig(
-    num_threads=0, kv_lease_duration=2.0, peer_timeout=1.0, handshake_timeout=3.0
+    num_threads=0, kv_lease_duration=2.0, peer_timeout=4.0, handshake_timeout=3.0
 )
 
 

@@ -45,16 +45,22 @@ WANT = Want(96, 0, 96, b"digest")
 _numbers = count()
 
 
-class _Exceptions(logging.Handler):
-    """What was caught but should not have been raised."""
+LONGEST_LINE = 3000
+
+
+class _Complaints(logging.Handler):
+    """Exceptions that were caught but not foreseen, and what spoils a log."""
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.INFO)
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
         if record.exc_info:
-            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+            self.found.append(f"{text}: {record.exc_info[1]!r}")
+        elif not text.isprintable() or len(text) > LONGEST_LINE:
+            self.found.append(repr(text[:LONGEST_LINE]))
 
 
 class Scene:
@@ -129,13 +135,11 @@ class Scene:
 
 @contextmanager
 def scene(mode: Mode, token: Token | None = None) -> Iterator[Scene]:
-    """A scene in which nothing raises an exception, not even one that is caught."""
-    handler = _Exceptions()
+    """A scene that leads to no exception, caught or not, and leaves a clean log."""
+    complaints = _Complaints()
     logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.addHandler(handler)
-    # Each ignored notification is a warning: thousands of lines here.
-    logger.setLevel(logging.ERROR)
+    # Each ignored notification is a warning: thousands of lines on the screen.
+    usual, logger.handlers = logger.handlers, [complaints]
     try:
         made = Scene(mode, token)
         try:
@@ -143,9 +147,8 @@ def scene(mode: Mode, token: Token | None = None) -> Iterator[Scene]:
         finally:
             made.close()
     finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-    assert handler.found == []
+        logger.handlers = usual
+    assert complaints.found == []
 
 
 def packet(body: Message, hello: Hello | None = None) -> bytes:

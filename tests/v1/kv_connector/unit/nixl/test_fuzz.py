@@ -97,7 +97,8 @@ def check_params(value: object) -> None:
         parsed = None
     else:
         told = ""
-    assert len(told.encode()) < 1000
+    assert told.isprintable()
+    assert len(told) < 1000
     if told:
         return
     match parsed:
@@ -195,10 +196,14 @@ def check_decoders(data: bytes) -> None:
         try:
             value = decoder(data)
         except WireError as error:
-            str(error).encode()
+            told = str(error)
+            value = None
         else:
-            if isinstance(value, msgspec.Struct):
-                assert decoder(encode(value)) == value
+            told = ""
+        assert told.isprintable()
+        assert len(told) < 2000
+        if isinstance(value, msgspec.Struct):
+            assert decoder(encode(value)) == value
 
 
 @THOROUGH

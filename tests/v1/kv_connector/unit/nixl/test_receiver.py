@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiveRequest,
     ReceiverTable,
-    Watches,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.watches import Watches
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     Mode,
@@ -348,7 +348,6 @@ def test_watches_are_renewed_by_address_at_their_interval() -> None:
     assert watches.due(0) == {HERE: (T, "u"), THERE: ("v",)}
     assert watches.due(9) == {}
     assert set(watches.due(10)) == {HERE, THERE}
-    assert watches.addresses() == {HERE, THERE}
 
 
 def test_a_hand_off_is_watched_until_the_last_request_has_its_turn() -> None:

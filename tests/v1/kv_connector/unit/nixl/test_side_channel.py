@@ -3,8 +3,10 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -12,6 +14,7 @@ import zmq
 from v1.kv_connector.unit.nixl.test_compat import HERE
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
+    MAX_LOOKUPS,
     MAX_REQUEST_BYTES,
     Address,
     Handshake,
@@ -140,10 +143,16 @@ def test_an_address_in_use_is_named(address: Address) -> None:
         SideChannelServer(address, [], _Reports())
 
 
-def test_a_closed_server_frees_its_address(address: Address) -> None:
-    for _ in range(2):
-        server = SideChannelServer(address, [], _Reports())
-        server.close()
+def test_a_closed_server_frees_its_address_soon(address: Address) -> None:
+    SideChannelServer(address, [], _Reports()).close()
+    end = time.monotonic() + 5
+    while True:
+        try:
+            SideChannelServer(address, [], _Reports()).close()
+            return
+        except SideChannelFailure:
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_nobody_there_is_a_failure(address: Address) -> None:
@@ -198,6 +207,52 @@ def test_a_strange_answer_is_a_failure(
     finally:
         server.close()
     assert (said in (failure or "")) if said else failure is None
+
+
+def test_a_slow_name_server_holds_nobody_up(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def slowly(host: Any, port: Any, **options: Any) -> Any:
+        if host != "slow.example":
+            return resolve(host, port, **options)
+        answered.wait(30)
+        return resolve("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    server = SideChannelServer(address, [encode(HERE)], _Reports())
+    late, slow = HandshakeClient(0.2), ("slow.example", address[1])
+    try:
+        assert "cannot resolve" in (_shake(late, slow)[slow].failure or "")
+        client = HandshakeClient(20)
+        client.start(slow, time.monotonic())
+        assert client.poll(time.monotonic()) == []
+        assert _shake(HandshakeClient(20), address)[address].ranks == (HERE,)
+        answered.set()
+        assert _shake(client, slow)[slow].ranks == (HERE,)
+        assert late.poll(time.monotonic()) == []
+    finally:
+        answered.set()
+        server.close()
+
+
+def test_lookups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def never(*_: Any, **__: Any) -> Any:
+        answered.wait(30)
+        raise OSError("no name server")
+
+    monkeypatch.setattr(socket, "getaddrinfo", never)
+    client = HandshakeClient(30)
+    for index in range(MAX_LOOKUPS + 1):
+        client.start((f"slow{index}.example", 1), 0)
+    (refused,) = client.poll(0)
+    assert "too many" in (refused.failure or "")
+    client.close()
+    answered.set()
 
 
 def test_an_abandoned_handshake_leaves_nothing(address: Address) -> None:

@@ -42,10 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import (
-    Pace,
-    PendingOffer,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace, PendingOffer
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray
 
 pytestmark = pytest.mark.timeout(90)

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from .ids import AgentName
 from .layout import MemoryRange
-from .wire import BlockArray, RegionInfo
+from .wire import BlockArray, RegionInfo, printable
 
 logger = init_logger(__name__)
 
@@ -225,8 +225,9 @@ class Agent:
 
 
 def _text(name: str | bytes) -> str:
-    # A peer may choose bytes that are no text; it is then one that nobody knows.
-    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+    # A peer may choose what is no text, or no line; nobody knows it by that then.
+    text = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+    return printable(text)
 
 
 _STATES = {

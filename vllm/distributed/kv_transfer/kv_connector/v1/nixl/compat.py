@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from .topology import RankShape, TopologyError, source_ranks
-from .wire import MAX_REASON_CHARS, PROTOCOL_VERSION, RankInfo
+from .wire import PROTOCOL_VERSION, RankInfo, printable
 
 MAX_PAGES = 2**31 - 1
 """Pages of all regions of a rank: their numbers are int32."""
@@ -31,7 +31,7 @@ def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
     except TopologyError as error:
         problems.append(str(error))
     problems += _region_differences(local, remote)
-    return "; ".join(problems)[:MAX_REASON_CHARS] or None
+    return printable("; ".join(problems)) or None
 
 
 def _shape(info: RankInfo) -> RankShape:

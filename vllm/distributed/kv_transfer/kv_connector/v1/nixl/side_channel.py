@@ -5,10 +5,12 @@ The server runs in the scheduler process. :class:`HandshakeClient` is for the
 transfer thread and never waits; :func:`query` is for tools and does.
 """
 
+import queue
 import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Protocol
 
 import msgspec
@@ -20,7 +22,6 @@ from .auth import Token
 from .ids import TransferId
 from .wire import (
     MAX_PACKET_BYTES,
-    MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     GetFailure,
     GetHandoffs,
@@ -37,6 +38,7 @@ from .wire import (
     decode_reply,
     decode_request,
     encode,
+    printable,
 )
 
 logger = init_logger(__name__)
@@ -46,6 +48,9 @@ Address = tuple[str, int]
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_RANKS = 4096
+MAX_LOOKUPS = 16
+"""Host names that are resolved at a time; each takes a thread for that long."""
+
 _POLL_MS = 250
 
 
@@ -67,6 +72,21 @@ def endpoint(address: Address) -> str:
     family, *_, sockaddr = min(found, key=lambda item: item[0] != socket.AF_INET)
     ip = str(sockaddr[0])
     return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
+
+
+def _resolve(address: Address) -> str | SideChannelFailure:
+    try:
+        return endpoint(address)
+    except SideChannelFailure as error:
+        return error
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class Reports(Protocol):
@@ -206,7 +226,7 @@ def _usable(payload: bytes) -> SideChannelReply:
     except WireError as error:
         raise SideChannelFailure(str(error)) from error
     if isinstance(reply, SideChannelError):
-        raise SideChannelFailure(reply.reason[:MAX_REASON_CHARS])
+        raise SideChannelFailure(printable(reply.reason))
     return reply
 
 
@@ -226,16 +246,46 @@ class HandshakeClient:
         self._timeout = timeout
         self._token = token
         self._open: dict[Address, tuple[zmq.Socket[bytes], float]] = {}
+        self._resolving: dict[Address, float] = {}
+        self._resolved: queue.SimpleQueue[tuple[Address, str | SideChannelFailure]] = (
+            queue.SimpleQueue()
+        )
+        self._lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
         self._failed: list[Handshake] = []
 
     @property
     def pending(self) -> bool:
         """Whether an answer is awaited."""
-        return bool(self._open or self._failed)
+        return bool(self._open or self._resolving or self._failed)
 
     def start(self, address: Address, now: float) -> None:
         """Ask ``address`` for its workers, unless that is under way."""
-        if address in self._open:
+        if address in self._open or address in self._resolving:
+            return
+        deadline = now + self._timeout
+        if _is_numeric(address[0]):
+            self._ask(address, _resolve(address), deadline)
+        elif self._lookups.acquire(blocking=False):
+            self._resolving[address] = deadline
+            threading.Thread(
+                target=self._look_up, args=(address,), name="nixl-lookup", daemon=True
+            ).start()
+        else:
+            failure = f"host {address[0]!r}: too many names are being resolved"
+            self._failed.append(Handshake(address, failure=failure))
+
+    def _look_up(self, address: Address) -> None:
+        # A name server may take its time, which the transfer thread does not have.
+        try:
+            self._resolved.put((address, _resolve(address)))
+        finally:
+            self._lookups.release()
+
+    def _ask(
+        self, address: Address, resolved: str | SideChannelFailure, deadline: float
+    ) -> None:
+        if isinstance(resolved, SideChannelFailure):
+            self._failed.append(Handshake(address, failure=str(resolved)))
             return
         sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
@@ -244,16 +294,32 @@ class HandshakeClient:
         if self._token is not None:
             self._token.secure_client(sock)
         try:
-            sock.connect(endpoint(address))
+            sock.connect(resolved)
             sock.send_multipart([b"", encode(GetRanks(PROTOCOL_VERSION))], zmq.NOBLOCK)
-        except (SideChannelFailure, zmq.ZMQError) as error:
+        except zmq.ZMQError as error:
             sock.close()
             self._failed.append(Handshake(address, failure=str(error)))
             return
-        self._open[address] = (sock, now + self._timeout)
+        self._open[address] = (sock, deadline)
+
+    def _take_lookups(self, now: float) -> None:
+        while not self._resolved.empty():
+            address, resolved = self._resolved.get()
+            deadline = self._resolving.pop(address, None)
+            if deadline is not None:
+                self._ask(address, resolved, deadline)
+        for address, deadline in list(self._resolving.items()):
+            if now > deadline:
+                del self._resolving[address]
+                failure = (
+                    f"cannot resolve host {address[0]!r} within {self._timeout:g} s "
+                    "(handshake_timeout)"
+                )
+                self._failed.append(Handshake(address, failure=failure))
 
     def poll(self, now: float) -> list[Handshake]:
         """Handshakes that have ended since the last call."""
+        self._take_lookups(now)
         ended, self._failed = self._failed, []
         for address, (sock, deadline) in list(self._open.items()):
             try:
@@ -280,6 +346,7 @@ class HandshakeClient:
         for sock, _ in self._open.values():
             sock.close()
         self._open.clear()
+        self._resolving.clear()
 
     @staticmethod
     def _result(address: Address, payload: bytes) -> Handshake:

@@ -7,8 +7,6 @@ it can be called from any one thread instead.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from vllm.logger import init_logger
@@ -18,7 +16,6 @@ from .agent import Agent, AgentError, PeerDisconnected
 from .auth import Token
 from .commands import (
     CancelReceive,
-    Command,
     Expect,
     Receive,
     TellNotNeeded,
@@ -39,7 +36,6 @@ from .handoff.actions import (
     Action,
     CloseReason,
     Event,
-    Offer,
     Report,
     Send,
     SenderClosed,
@@ -47,16 +43,17 @@ from .handoff.actions import (
     StartWrite,
     TransferSize,
 )
-from .handoff.receiver import ReceiverTable, Watches
+from .handoff.receiver import ReceiverTable
 from .handoff.sender import SenderTable
+from .handoff.watches import Watches
 from .ids import AgentName, Mode, RegistrationId
+from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
 from .plan import Pages, Piece, PlanError, block_range, plan
 from .side_channel import Address
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
 from .wire import (
-    MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -81,6 +78,7 @@ from .wire import (
     WireError,
     decode_packet,
     encode,
+    printable,
 )
 
 logger = init_logger(__name__)
@@ -89,33 +87,6 @@ TICK_SECONDS = 0.05
 REPEAT_SECONDS = 2.0
 STALL_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
-
-Fence = Callable[[], bool]
-"""Whether the computation that fills an offer's blocks has finished."""
-
-
-class Pace(IntEnum):
-    """How soon the next step is worth taking."""
-
-    NOW = 0
-    SOON = 1
-    RELAXED = 2
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one step brought, and how many entries each table then had."""
-
-    events: tuple[Event, ...]
-    tables: dict[str, int]
-
-
-@dataclass(frozen=True)
-class PendingOffer:
-    """KV whose computation was launched, with the fence that tells its end."""
-
-    offer: Offer
-    fence: Fence
 
 
 class TransferLoop:
@@ -164,7 +135,7 @@ class TransferLoop:
 
     # ---- the turn
 
-    def step(self, commands: Iterable[Command | PendingOffer]) -> Pace:
+    def step(self, commands: Iterable[Order]) -> Pace:
         """Act on ``commands`` and on all that has happened since the last step."""
         now = self._clock()
         if self._last_step is not None and now - self._last_step > STALL_SECONDS:
@@ -231,7 +202,7 @@ class TransferLoop:
 
     # ---- commands
 
-    def _obey_safely(self, command: Command | PendingOffer, now: float) -> None:
+    def _obey_safely(self, command: Order, now: float) -> None:
         try:
             self._obey(command, now)
         except Exception:
@@ -240,7 +211,7 @@ class TransferLoop:
                 registration_id = command.request.registration_id
                 self._do(self._receiver.cancel(registration_id, "internal error", now))
 
-    def _obey(self, command: Command | PendingOffer, now: float) -> None:
+    def _obey(self, command: Order, now: float) -> None:
         match command:
             case PendingOffer():
                 self._offers.append(command)
@@ -384,7 +355,7 @@ class TransferLoop:
             case Finished():
                 self._do(receiver.finished(name, body.registration_id, now))
             case Refused():
-                reason = body.reason[:MAX_REASON_CHARS]
+                reason = printable(body.reason)
                 self._do(receiver.refused(name, body.registration_id, reason, now))
             case Cancelled():
                 self._do(receiver.cancelled(name, body.registration_id))
@@ -400,7 +371,7 @@ class TransferLoop:
                     logger.warning(
                         "Engine %s refuses: %s",
                         peer.info.engine_id,
-                        body.refusal[:MAX_REASON_CHARS],
+                        printable(body.refusal),
                     )
             case Ping():
                 self._do([Send(name, Pong())])

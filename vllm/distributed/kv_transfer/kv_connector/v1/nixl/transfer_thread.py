@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from vllm.logger import init_logger
 
-from .commands import Command
-from .transfer_loop import Facts, Pace, PendingOffer, TransferLoop
+from .orders import Facts, Order, Pace
+from .transfer_loop import TransferLoop
 
 logger = init_logger(__name__)
 
@@ -26,8 +26,6 @@ RELAXED_SECONDS = 0.04
 """Wait while only a first contact can come."""
 
 _CLOSE_TIMEOUT = 5.0
-
-Order = Command | PendingOffer
 
 
 class _Outbox:

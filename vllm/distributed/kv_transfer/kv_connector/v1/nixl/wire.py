@@ -23,7 +23,7 @@ MAX_RANK_BYTES = 4 << 20
 """Largest encoded :class:`RankInfo`: its receiver keeps it."""
 
 MAX_REASON_CHARS = 1000
-"""Of a peer's reason for a refusal, so much is kept."""
+"""Of a peer's reason for something, so much is kept."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Tokens, blocks, receivers."""
@@ -34,10 +34,12 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Piece: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 """A piece of a WRITE; the receiver keeps the number of each."""
 
-_SHORT = msgspec.Meta(min_length=1, max_length=512)
+_SHORT = msgspec.Meta(
+    min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z"
+)
 Transfer: TypeAlias = Annotated[TransferId, _SHORT]
 Registration: TypeAlias = Annotated[RegistrationId, _SHORT]
-"""Ids of a bounded length, since tables keep them."""
+"""Ids of a bounded length, since tables keep them, and of one line, since logs do."""
 
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 
@@ -318,6 +320,15 @@ class SideChannelError(_Message, frozen=True, tag="error"):
 SideChannelRequest: TypeAlias = GetRanks | GetIntegrity | GetHandoffs | GetFailure
 SideChannelReply: TypeAlias = Ranks | Report | SideChannelError
 
+
+def printable(text: str) -> str:
+    """What a peer has said, made fit for a log: one line of a bounded length."""
+    text = text[:MAX_REASON_CHARS]
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode()[:MAX_REASON_CHARS]
+    return text
+
+
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -343,7 +354,7 @@ def _decode(
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a {what}: {error}") from error
+        raise WireError(f"not a {what}: {printable(str(error))}") from error
 
 
 def decode_packet(data: bytes) -> Packet:

@@ -12,7 +12,7 @@ proven that nothing writes into the blocks: until every source has said so, or i
 proven gone, or this rank's own READ has ended. No timer ends it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -468,46 +468,3 @@ class ReceiverTable:
         registration_id = attempt.request.registration_id
         del self._attempts[registration_id]
         return [Report(ReceiveQuiet(registration_id))]
-
-
-class Watches:
-    """Hand-offs whose decode requests wait to be scheduled, by prefill engine.
-
-    They have no blocks yet, so nothing can be registered; renewing them keeps
-    the prefill engine from letting go of their KV meanwhile.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._waiting: dict[TransferId, tuple[tuple[str, int], int]] = {}
-        self._next: float = 0.0
-
-    def add(self, transfer_id: TransferId, address: tuple[str, int]) -> None:
-        """One more decode request waits."""
-        _, count = self._waiting.get(transfer_id, (address, 0))
-        self._waiting[transfer_id] = (address, count + 1)
-
-    def drop(self, transfer_id: TransferId) -> None:
-        """One of them waits no more."""
-        address, count = self._waiting.get(transfer_id, (("", 0), 0))
-        if count > 1:
-            self._waiting[transfer_id] = (address, count - 1)
-        else:
-            self._waiting.pop(transfer_id, None)
-
-    def due(self, now: float) -> dict[tuple[str, int], tuple[TransferId, ...]]:
-        """What to renew now, by address."""
-        if now < self._next or not self._waiting:
-            return {}
-        self._next = now + self._interval
-        grouped: dict[tuple[str, int], list[TransferId]] = {}
-        for transfer_id, (address, _) in self._waiting.items():
-            grouped.setdefault(address, []).append(transfer_id)
-        return {address: tuple(ids) for address, ids in grouped.items()}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def addresses(self) -> Iterable[tuple[str, int]]:
-        """Engines that are waited for."""
-        return {address for address, _ in self._waiting.values()}

@@ -18,8 +18,6 @@ withdrawn; never while a WRITE of it is posted.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..wire import (
@@ -48,62 +46,12 @@ from .actions import (
     StartWrite,
     TransferSize,
 )
+from .claims import Claim, ClaimState, Handoff, Outcome, Stage, positions, unfit
 from .history import History
 
 HISTORY = 8192
 MAX_CLAIMS_PER_HANDOFF = 4096
 MAX_HANDOFFS = 65536
-
-
-class _Stage(Enum):
-    AWAITED = auto()
-    EXPECTED = auto()
-    OFFERED = auto()
-
-
-class _ClaimState(Enum):
-    WAITING = auto()
-    WRITING = auto()
-    LEASED = auto()
-
-
-@dataclass
-class _Claim:
-    registration_id: RegistrationId
-    peer: AgentName
-    want: Want
-    blocks: tuple[BlockArray, ...] | None
-    claimed_at: float
-    state: _ClaimState = _ClaimState.WAITING
-    lease_end: float = 0.0
-    # Set when the receiver or its engine is gone while a WRITE is posted: the
-    # outcome of the WRITE is then nobody's concern but its end still is.
-    abandoned: bool = False
-    cancel_requested: bool = False
-
-
-@dataclass
-class _Handoff:
-    transfer_id: TransferId
-    stage: _Stage
-    opened_at: float
-    deadline: float
-    receivers: int | None = None
-    offer: Offer | None = None
-    offered_at: float = 0.0
-    ended: int = 0
-    released: bool = False
-    withdrawn: str | None = None
-    claims: dict[RegistrationId, _Claim] = field(default_factory=dict)
-    tokens: int = 0
-    size: TransferSize = field(default_factory=TransferSize)
-    aliases: tuple[TransferId, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    peer: AgentName
-    answer: Finished | Refused | Cancelled
 
 
 class SenderTable:
@@ -119,10 +67,10 @@ class SenderTable:
     def __init__(self, lease: float, block_size: int) -> None:
         self._lease = lease
         self._block_size = block_size
-        self._handoffs: dict[TransferId, _Handoff] = {}
+        self._handoffs: dict[TransferId, Handoff] = {}
         self._alias: dict[TransferId, TransferId] = {}
         self._claims: dict[RegistrationId, TransferId] = {}
-        self._outcomes: History[RegistrationId, _Outcome] = History(HISTORY)
+        self._outcomes: History[RegistrationId, Outcome] = History(HISTORY)
         self._closed: History[TransferId, str] = History(HISTORY)
         self._offered_at = float("-inf")
 
@@ -137,14 +85,14 @@ class SenderTable:
     ) -> None:
         """A prefill request for ``transfer_id`` is in this engine."""
         handoff = self._open(transfer_id, now)
-        if handoff.stage is _Stage.AWAITED:
-            handoff.stage = _Stage.EXPECTED
+        if handoff.stage is Stage.AWAITED:
+            handoff.stage = Stage.EXPECTED
         handoff.receivers = receivers
         for alias in aliases:
             early = self._handoffs.get(alias)
             if alias == transfer_id or alias in self._alias:
                 continue
-            if early is not None and early.stage is not _Stage.AWAITED:
+            if early is not None and early.stage is not Stage.AWAITED:
                 # Another request's own name; whoever asks by it means that one.
                 continue
             handoff.aliases += (alias,)
@@ -172,7 +120,7 @@ class SenderTable:
             return [Report(event)]
         self._offered_at = now
         handoff = self._handoffs[offer.transfer_id]
-        handoff.stage = _Stage.OFFERED
+        handoff.stage = Stage.OFFERED
         handoff.offer = offer
         handoff.offered_at = now
         handoff.deadline = now + self._lease
@@ -193,7 +141,7 @@ class SenderTable:
         handoff.withdrawn = reason
         actions: list[Action] = []
         for claim in list(handoff.claims.values()):
-            if claim.state is not _ClaimState.WRITING:
+            if claim.state is not ClaimState.WRITING:
                 actions += self._end(handoff, claim, self._refuse(claim, reason))
         actions += self._close_if_over(handoff, now)
         return actions
@@ -237,10 +185,10 @@ class SenderTable:
             # The cancellation has overtaken its registration, which must be
             # refused when it comes.
             answer = Cancelled(registration_id)
-            self._outcomes.put(registration_id, _Outcome(peer, answer))
+            self._outcomes.put(registration_id, Outcome(peer, answer))
             return [Send(peer, answer), *self.not_needed(transfer_id, 1, now)]
         handoff, claim = found
-        if claim.state is _ClaimState.WRITING:
+        if claim.state is ClaimState.WRITING:
             claim.cancel_requested = True
             return []
         actions = self._end(handoff, claim, Cancelled(registration_id))
@@ -272,7 +220,7 @@ class SenderTable:
             return
         for transfer_id in transfer_ids:
             handoff = self._find(transfer_id)
-            if handoff is not None and handoff.stage is not _Stage.AWAITED:
+            if handoff is not None and handoff.stage is not Stage.AWAITED:
                 handoff.deadline = max(handoff.deadline, now + self._lease)
 
     def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
@@ -284,7 +232,7 @@ class SenderTable:
             return [Send(peer, ReadConfirmed(msg.registration_id, read))]
         handoff, claim = found
         valid = (
-            claim.state is _ClaimState.LEASED
+            claim.state is ClaimState.LEASED
             and handoff.offer is not None
             and handoff.offer.generation == msg.generation
             and now <= claim.lease_end
@@ -339,7 +287,7 @@ class SenderTable:
             for claim in list(handoff.claims.values()):
                 if claim.peer != peer:
                     continue
-                if claim.state is _ClaimState.WRITING:
+                if claim.state is ClaimState.WRITING:
                     claim.abandoned = True
                     continue
                 answer = Refused(claim.registration_id, "the decode engine was lost")
@@ -352,18 +300,18 @@ class SenderTable:
         actions: list[Action] = []
         for handoff in list(self._handoffs.values()):
             for claim in list(handoff.claims.values()):
-                if claim.state is _ClaimState.LEASED and now > claim.lease_end:
+                if claim.state is ClaimState.LEASED and now > claim.lease_end:
                     self._end(
                         handoff,
                         claim,
                         Refused(claim.registration_id, "the lease has ended"),
                     )
             if now > handoff.deadline and not handoff.claims:
-                if handoff.stage is _Stage.OFFERED:
+                if handoff.stage is Stage.OFFERED:
                     actions += self._close(handoff, CloseReason.EXPIRED, now)
-                elif handoff.stage is _Stage.AWAITED:
+                elif handoff.stage is Stage.AWAITED:
                     self._forget(handoff, "no prefill request came for it")
-            elif handoff.stage is _Stage.AWAITED and now > handoff.deadline:
+            elif handoff.stage is Stage.AWAITED and now > handoff.deadline:
                 reason = (
                     f"no prefill request with transfer_id {handoff.transfer_id} "
                     f"arrived within {self._lease:g} s"
@@ -404,27 +352,27 @@ class SenderTable:
         return any(
             now - max(claim.claimed_at, self._offered_at) > self._lease
             for handoff in self._handoffs.values()
-            if handoff.stage is _Stage.EXPECTED
+            if handoff.stage is Stage.EXPECTED
             for claim in handoff.claims.values()
         )
 
-    def _open(self, transfer_id: TransferId, now: float) -> _Handoff:
+    def _open(self, transfer_id: TransferId, now: float) -> Handoff:
         handoff = self._handoffs.get(transfer_id)
         if handoff is None:
-            handoff = _Handoff(
-                transfer_id, _Stage.AWAITED, opened_at=now, deadline=now + self._lease
+            handoff = Handoff(
+                transfer_id, Stage.AWAITED, opened_at=now, deadline=now + self._lease
             )
             self._handoffs[transfer_id] = handoff
         return handoff
 
-    def _find(self, transfer_id: TransferId) -> _Handoff | None:
+    def _find(self, transfer_id: TransferId) -> Handoff | None:
         if transfer_id in self._handoffs:
             return self._handoffs[transfer_id]
         return self._handoffs.get(self._alias.get(transfer_id, transfer_id))
 
     def _find_claim(
         self, peer: AgentName, registration_id: RegistrationId
-    ) -> tuple[_Handoff, _Claim] | None:
+    ) -> tuple[Handoff, Claim] | None:
         transfer_id = self._claims.get(registration_id)
         if transfer_id is None:
             return None
@@ -449,10 +397,10 @@ class SenderTable:
             if found is None:
                 return []
             _, known = found
-            if known.state is _ClaimState.LEASED:
+            if known.state is ClaimState.LEASED:
                 return [self._grant(*found, now)]
             return [Send(peer, Accepted(registration_id))]
-        claim = _Claim(registration_id, peer, want, blocks, now)
+        claim = Claim(registration_id, peer, want, blocks, now)
         handoff = self._find(transfer_id)
         if handoff is None:
             reason = self._closed.get(transfer_id)
@@ -467,7 +415,7 @@ class SenderTable:
             return self._reject(peer, registration_id, "too many receivers")
         handoff.claims[registration_id] = claim
         self._claims[registration_id] = handoff.transfer_id
-        if handoff.stage is not _Stage.OFFERED:
+        if handoff.stage is not Stage.OFFERED:
             return [Send(peer, Accepted(registration_id))]
         actions = self._serve(handoff, claim, now)
         return actions + self._close_if_over(handoff, now)
@@ -481,30 +429,30 @@ class SenderTable:
         must get it too, even if its ``transfer_id`` is in use again by then.
         """
         answer = Refused(registration_id, reason)
-        self._outcomes.put(registration_id, _Outcome(peer, answer))
+        self._outcomes.put(registration_id, Outcome(peer, answer))
         return [Send(peer, answer)]
 
-    def _serve(self, handoff: _Handoff, claim: _Claim, now: float) -> list[Action]:
+    def _serve(self, handoff: Handoff, claim: Claim, now: float) -> list[Action]:
         offer = handoff.offer
         assert offer is not None
-        reason = self._unfit(offer, claim)
+        reason = unfit(offer, claim, self._block_size)
         if reason is not None:
             return self._end(handoff, claim, self._refuse(claim, reason))
         if claim.blocks is None:
-            claim.state = _ClaimState.LEASED
+            claim.state = ClaimState.LEASED
             return [self._grant(handoff, claim, now)]
-        claim.state = _ClaimState.WRITING
+        claim.state = ClaimState.WRITING
         return [
             StartWrite(
                 claim.peer, claim.registration_id, offer, claim.want, claim.blocks
             )
         ]
 
-    def _grant(self, handoff: _Handoff, claim: _Claim, now: float) -> Send:
+    def _grant(self, handoff: Handoff, claim: Claim, now: float) -> Send:
         offer = handoff.offer
         assert offer is not None
         claim.lease_end = now + self._lease
-        first, count = self._positions(claim.want)
+        first, count = positions(claim.want, self._block_size)
         return Send(
             claim.peer,
             LeaseGranted(
@@ -515,68 +463,35 @@ class SenderTable:
             ),
         )
 
-    def _positions(self, want: Want) -> tuple[int, int]:
-        first = want.first_token // self._block_size
-        end = -(-(want.first_token + want.num_tokens) // self._block_size)
-        return first, end - first
-
-    def _unfit(self, offer: Offer, claim: _Claim) -> str | None:
-        want = claim.want
-        if want.prompt_tokens != offer.prompt_tokens:
-            return (
-                f"the decode prompt has {want.prompt_tokens} tokens, "
-                f"the prefill prompt {offer.prompt_tokens}"
-            )
-        if want.digest and offer.digest and want.digest != offer.digest:
-            return "the prompts of the two legs differ"
-        if (
-            want.first_token < 0
-            or want.num_tokens < 1
-            or want.first_token % self._block_size
-            or want.first_token + want.num_tokens > offer.prompt_tokens
-        ):
-            return (
-                f"tokens {want.first_token}+{want.num_tokens} are no block-aligned "
-                f"part of a prompt of {offer.prompt_tokens}"
-            )
-        if claim.blocks is not None:
-            _, count = self._positions(want)
-            sizes = [len(group) for group in claim.blocks]
-            if sizes != [count] * len(offer.blocks):
-                return f"{sizes} blocks registered, {count} per group needed"
-        return None
-
     @staticmethod
-    def _refuse(claim: _Claim, reason: str) -> Refused:
+    def _refuse(claim: Claim, reason: str) -> Refused:
         return Refused(claim.registration_id, reason)
 
     def _end(
         self,
-        handoff: _Handoff,
-        claim: _Claim,
+        handoff: Handoff,
+        claim: Claim,
         answer: Finished | Refused | Cancelled,
     ) -> list[Action]:
         """End a claim; returns the answer to its receiver."""
         del handoff.claims[claim.registration_id]
         del self._claims[claim.registration_id]
-        self._outcomes.put(claim.registration_id, _Outcome(claim.peer, answer))
+        self._outcomes.put(claim.registration_id, Outcome(claim.peer, answer))
         handoff.ended += 1
         return [Send(claim.peer, answer)]
 
-    def _close_if_over(self, handoff: _Handoff, now: float) -> list[Action]:
+    def _close_if_over(self, handoff: Handoff, now: float) -> list[Action]:
         if handoff.claims or handoff.transfer_id not in self._handoffs:
             return []
         if handoff.withdrawn is not None:
             return self._close(handoff, CloseReason.WITHDRAWN, now)
-        if handoff.stage is not _Stage.OFFERED:
+        if handoff.stage is not Stage.OFFERED:
             return []
         if handoff.released or handoff.ended >= (handoff.receivers or 1):
             return self._close(handoff, CloseReason.SERVED, now)
         return []
 
-    def _close(
-        self, handoff: _Handoff, reason: CloseReason, now: float
-    ) -> list[Action]:
+    def _close(self, handoff: Handoff, reason: CloseReason, now: float) -> list[Action]:
         text = {
             CloseReason.SERVED: (
                 "all announced receivers are served; a router that sends n > 1 "
@@ -604,7 +519,7 @@ class SenderTable:
             )
         ]
 
-    def _forget(self, handoff: _Handoff, reason: str) -> None:
+    def _forget(self, handoff: Handoff, reason: str) -> None:
         del self._handoffs[handoff.transfer_id]
         self._closed.put(handoff.transfer_id, reason)
         for alias in handoff.aliases:

@@ -34,9 +34,10 @@ from ..commands import (
 from ..config import ConfigError, ConnectorConfig
 from ..ids import EngineId, Mode, new_agent_name
 from ..layout import CacheLayout, describe
+from ..orders import Facts, Fence, PendingOffer
 from ..process import this_process
 from ..stats import NixlKVConnectorStats
-from ..transfer_loop import Facts, Fence, PendingOffer, TransferLoop
+from ..transfer_loop import TransferLoop
 from ..transfer_thread import TransferThread
 from ..wire import PROTOCOL_VERSION, RankInfo, encode
 from .facts import compat_facts, layout_facts

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefill side keeps of a hand-off and of each claim on it."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..ids import AgentName, RegistrationId, TransferId
+from ..wire import BlockArray, Cancelled, Finished, Refused, Want
+from .actions import Offer, TransferSize
+
+
+class Stage(Enum):
+    """How far a hand-off is."""
+
+    AWAITED = auto()
+    EXPECTED = auto()
+    OFFERED = auto()
+
+
+class ClaimState(Enum):
+    """How far a receiver's claim is."""
+
+    WAITING = auto()
+    WRITING = auto()
+    LEASED = auto()
+
+
+@dataclass
+class Claim:
+    """One receiver's wish for a hand-off's KV."""
+
+    registration_id: RegistrationId
+    peer: AgentName
+    want: Want
+    blocks: tuple[BlockArray, ...] | None
+    claimed_at: float
+    state: ClaimState = ClaimState.WAITING
+    lease_end: float = 0.0
+    # Set when the receiver or its engine is gone while a WRITE is posted: the
+    # outcome of the WRITE is then nobody's concern but its end still is.
+    abandoned: bool = False
+    cancel_requested: bool = False
+
+
+@dataclass
+class Handoff:
+    """One prompt's KV and those who want it."""
+
+    transfer_id: TransferId
+    stage: Stage
+    opened_at: float
+    deadline: float
+    receivers: int | None = None
+    offer: Offer | None = None
+    offered_at: float = 0.0
+    ended: int = 0
+    released: bool = False
+    withdrawn: str | None = None
+    claims: dict[RegistrationId, Claim] = field(default_factory=dict)
+    tokens: int = 0
+    size: TransferSize = field(default_factory=TransferSize)
+    aliases: tuple[TransferId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a receiver was told at the end, to be told again."""
+
+    peer: AgentName
+    answer: Finished | Refused | Cancelled
+
+
+def positions(want: Want, block_size: int) -> tuple[int, int]:
+    """First block position of ``want``, and how many there are."""
+    first = want.first_token // block_size
+    end = -(-(want.first_token + want.num_tokens) // block_size)
+    return first, end - first
+
+
+def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
+    """Why ``claim`` cannot be served from ``offer``; ``None`` if it can."""
+    want = claim.want
+    if want.prompt_tokens != offer.prompt_tokens:
+        return (
+            f"the decode prompt has {want.prompt_tokens} tokens, "
+            f"the prefill prompt {offer.prompt_tokens}"
+        )
+    if want.digest and offer.digest and want.digest != offer.digest:
+        return "the prompts of the two legs differ"
+    if (
+        want.first_token < 0
+        or want.num_tokens < 1
+        or want.first_token % block_size
+        or want.first_token + want.num_tokens > offer.prompt_tokens
+    ):
+        return (
+            f"tokens {want.first_token}+{want.num_tokens} are no block-aligned "
+            f"part of a prompt of {offer.prompt_tokens}"
+        )
+    if claim.blocks is not None:
+        _, count = positions(want, block_size)
+        sizes = [len(group) for group in claim.blocks]
+        if sizes != [count] * len(offer.blocks):
+            return f"{sizes} blocks registered, {count} per group needed"
+    return None

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between the forward thread and the transfer loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from .commands import Command
+from .handoff.actions import Event, Offer
+
+Fence = Callable[[], bool]
+"""Whether the computation that fills an offer's blocks has finished."""
+
+
+class Pace(IntEnum):
+    """How soon the next step is worth taking."""
+
+    NOW = 0
+    SOON = 1
+    RELAXED = 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one step brought, and how many entries each table then had."""
+
+    events: tuple[Event, ...]
+    tables: dict[str, int]
+
+
+@dataclass(frozen=True)
+class PendingOffer:
+    """KV whose computation was launched, with the fence that tells its end."""
+
+    offer: Offer
+    fence: Fence
+
+
+Order: TypeAlias = Command | PendingOffer
