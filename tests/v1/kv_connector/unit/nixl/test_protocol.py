@@ -17,7 +17,6 @@ from hypothesis.stateful import (
 )
 
 from v1.kv_connector.unit.nixl.faulty import (
-    ConfirmsAnyRead,
     FreesOnTheLease,
     QuietOnTimeout,
     TrustsTheLastPiece,
@@ -221,10 +220,6 @@ class TrustsTheLastPieceMachine(HandoffMachine):
     receiver = TrustsTheLastPiece
 
 
-class ConfirmsAnyReadMachine(PullMachine):
-    sender = ConfirmsAnyRead
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "machine",
@@ -232,7 +227,6 @@ class ConfirmsAnyReadMachine(PullMachine):
         FreesOnTheLeaseMachine,
         QuietOnTimeoutMachine,
         TrustsTheLastPieceMachine,
-        ConfirmsAnyReadMachine,
     ],
 )
 def test_planted_defects_are_found(machine: type[HandoffMachine]) -> None:

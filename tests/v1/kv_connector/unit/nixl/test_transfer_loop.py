@@ -175,8 +175,9 @@ def test_long_transfers_go_in_pieces(
 
 
 def test_several_receivers_are_served(pair: Pair) -> None:
-    pair.p.step(Expect(T, 2, ()), offer(T, HERE))
+    # Made first: it takes a while, and the lease runs from the offer on.
     second = Rank("decode2", pair.p.mode)
+    pair.p.step(Expect(T, 2, ()), offer(T, HERE))
     pair.receive()
     pair.until(_has(pair.d, Received))
     assert _closed(pair.p) == []
@@ -276,6 +277,20 @@ def test_a_peer_that_takes_its_leave_is_forgotten(pair: Pair) -> None:
     run([other], lambda: not any(other.tables.values()))
     pair.p = Rank("prefill", other.mode)
     hand_off(pair.p, pair.d, "again")
+
+
+def test_a_peer_that_the_other_side_has_forgotten_is_introduced_again(
+    monkeypatch: pytest.MonkeyPatch, push: Pair
+) -> None:
+    # Idle engines are forgotten after engine_ttl, which each side counts for itself.
+    monkeypatch.setattr(arena, "CONFIG", replace(arena.CONFIG, engine_ttl=0.3))
+    push.p.close()
+    push.p = Rank("forgetful", Mode.PUSH)
+    hand_off(push.p, push.d, "before")
+    push.until_idle()
+    end = time.monotonic() + 1.5
+    run([push.p], lambda: time.monotonic() > end)
+    hand_off(push.p, push.d, "after")
 
 
 def test_an_idle_loop_is_relaxed(pair: Pair) -> None:

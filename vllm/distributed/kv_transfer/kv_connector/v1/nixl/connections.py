@@ -27,6 +27,9 @@ logger = init_logger(__name__)
 
 PROBE_SECONDS = 2.0
 
+FAMILIAR_SECONDS = 1.0
+"""A peer that was silent for longer may have forgotten this rank."""
+
 
 @dataclass(frozen=True)
 class EngineUp:
@@ -130,10 +133,16 @@ class Connections:
         """See :meth:`.peers.PeerDirectory.prepared`."""
         return self._peers.prepared(name)
 
-    def introduction(self, name: AgentName) -> Hello | None:
-        """What a notification to ``name`` must carry, until it is acknowledged."""
+    def introduction(self, name: AgentName, now: float) -> Hello | None:
+        """What a notification to ``name`` must carry.
+
+        None where it has acknowledged one and was heard of just now: an idle peer
+        forgets this rank after an ``engine_ttl`` of its own.
+        """
         peer = self._peers.get(name)
-        if peer is None or peer.greeted:
+        if peer is None:
+            return None
+        if peer.greeted and now - peer.heard_at < FAMILIAR_SECONDS:
             return None
         proof = b""
         if self._token is not None:
@@ -159,7 +168,7 @@ class Connections:
 
     def heard(self, name: AgentName, peer: Peer, now: float) -> None:
         """A message of a peer has arrived."""
-        peer.used_at = now
+        peer.used_at = peer.heard_at = now
         self._liveness.heard(name, now)
         if peer.lost:
             logger.info("Agent %s of engine %s is back", name, peer.info.engine_id)

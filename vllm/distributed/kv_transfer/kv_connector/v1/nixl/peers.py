@@ -31,6 +31,8 @@ class Peer:
         lost: it does not answer; it may do so again, or prove to be gone.
         broken: the transport has given its connection up.
         ended_at: when its end was first proven, if it was.
+        used_at: when it was last spoken of; after ``engine_ttl`` it is forgotten.
+        heard_at: when a message of it last arrived.
     """
 
     info: RankInfo
@@ -41,6 +43,7 @@ class Peer:
     broken: bool = False
     ended_at: float | None = None
     used_at: float = 0.0
+    heard_at: float = float("-inf")
     prepared: Any = None
 
 

@@ -524,7 +524,8 @@ class TransferLoop:
         peer = self._connections.peer(name)
         if peer is None or peer.broken:
             return
-        packet = Packet(PROTOCOL_VERSION, self._connections.introduction(name), message)
+        hello = self._connections.introduction(name, self._clock())
+        packet = Packet(PROTOCOL_VERSION, hello, message)
         try:
             self._agent.notify(name, encode(packet))
         except PeerDisconnected as error:
