@@ -144,7 +144,7 @@ class SideChannelClient:
         try:
             answer = _answer_decoder.decode(payload)
             if isinstance(answer, _Error):
-                raise UnansweredError(answer.reason[:_MAX_TEXT])
+                raise UnansweredError(_line(answer.reason))
             return _record_decoder.decode(answer.json)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UnansweredError(f"the answer is no record: {error}") from error
@@ -167,7 +167,7 @@ class SideChannelClient:
         if record is None or (not record.cause and record.outcome in _OF_OUR_MAKING):
             return None
         text = record.cause or f"the hand-off's outcome is {record.outcome!r}"
-        return f"{worker.role} engine: {text[:_MAX_TEXT]}"
+        return f"{worker.role} engine: {_line(text)}"
 
     async def _exchange(self, address: Address, question: msgspec.Struct) -> bytes:
         endpoint = await _endpoint(address)
@@ -187,6 +187,12 @@ class SideChannelClient:
             return payload
         finally:
             sock.close()
+
+
+def _line(text: str) -> str:
+    """An engine's words, fit for a log."""
+    text = text[:_MAX_TEXT]
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 async def _endpoint(address: Address) -> str:

@@ -157,6 +157,19 @@ async def test_a_wait_that_runs_out_is_explained_after_the_legs_have_ended(
     assert got.error["detail"] == "decode engine: no KV came within 0.1 s"
 
 
+async def test_an_explanation_is_one_line_of_bounded_length(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.start("push", answers(), answers({"error": {}}, status=500))
+    with serving(Told("receiver", "failed", "a\nERROR b\x1b[2J" + "x" * 9000)) as at:
+        ask_at(cluster, decode=at)
+        got = await cluster.post(PROMPT)
+    detail = got.error["detail"]
+    assert detail.startswith("decode engine: a\\nERROR b\\x1b[2Jxxx")
+    assert len(detail) < 1100
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
 async def test_a_failed_prefill_of_pull_is_explained_by_prefill(
     cluster: Cluster,
 ) -> None:
