@@ -13,7 +13,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from v1.kv_connector.unit.nixl.simulation import REPEAT, Simulation, Violation
+from v1.kv_connector.unit.nixl.ground_truth import REPEAT, Violation
+from v1.kv_connector.unit.nixl.simulation import Simulation
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     RegistrationId,

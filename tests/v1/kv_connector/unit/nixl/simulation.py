@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode ranks as state machines, on a network that a test controls.
 
-Nothing happens by itself: each method is one thing that may happen next. What the
-memory really holds is tracked beside the tables, so that a table which gives
-memory back too early is caught by what is then in it.
+Nothing happens by itself: each method is one thing that may happen next.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from v1.kv_connector.unit.nixl.delivery import to_receiver, to_sender
+from v1.kv_connector.unit.nixl.ground_truth import (
+    BLOCK,
+    LEASE,
+    POOL,
+    POSITIONS,
+    PROMPT,
+    REPEAT,
+    TIMEOUT,
+    Attempt,
+    GroundTruth,
+    Prefill,
+    Read,
+    Violation,
+    Write,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
-    Event,
     Offer,
-    Received,
-    ReceiveFailed,
     ReceiveQuiet,
     Report,
     Send,
-    SenderClosed,
     StartRead,
     StartWrite,
     TransferSize,
@@ -38,43 +48,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     TransferId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    Accepted,
     Cancel,
-    Cancelled,
     Done,
-    Finished,
-    LeaseGranted,
-    LeaseRequest,
     Message,
     NotNeeded,
-    ReadConfirmed,
     ReadDone,
-    Refused,
-    Register,
     Renew,
     Want,
 )
 
-BLOCK = 4
-PROMPT = 10
-POSITIONS = -(-PROMPT // BLOCK)
-
-REPEAT = 2.0
-LEASE = 7.0
-TIMEOUT = 15.0
-
-POOL = 4 * POSITIONS
-"""Blocks of each engine: few, so that they are soon used again."""
-
-Content = tuple[TransferId, int] | None
-"""What a block holds: a position of a prompt, or nothing that may be used."""
-
-
 _Table = TypeVar("_Table", SenderTable, ReceiverTable)
-
-
-class Violation(AssertionError):
-    """Something happened that must not happen."""
 
 
 @dataclass(frozen=True)
@@ -86,52 +69,7 @@ class Envelope:
     message: Message
 
 
-@dataclass
-class Write:
-    """A WRITE under way, in pieces that may land at any time once posted."""
-
-    prefill: AgentName
-    action: StartWrite
-    unposted: list[int]
-    total: int
-    posted: list[int] = field(default_factory=list)
-    failure: str | None = None
-
-
-@dataclass
-class Read:
-    """A READ under way."""
-
-    decode: AgentName
-    action: StartRead
-
-
-@dataclass
-class Attempt:
-    """What is true of one registration."""
-
-    decode: AgentName
-    transfer_id: TransferId
-    request: ReceiveRequest
-    connecting: bool = True
-    failed: bool = False
-    over: bool = False
-    cancelled: bool = False
-    landed: set[tuple[AgentName, int]] = field(default_factory=set)
-    pieces: dict[AgentName, int] = field(default_factory=dict)
-    confirmed: set[AgentName] = field(default_factory=set)
-
-
-@dataclass
-class Prefill:
-    """A prefill request, as the scheduler side of its engine knows it."""
-
-    generation: int = 0
-    blocks: tuple[int, ...] = ()
-    closed: set[AgentName] = field(default_factory=set)
-
-
-class Simulation:
+class Simulation(GroundTruth):
     """One prefill engine of some ranks, and decode engines of one rank each."""
 
     def __init__(
@@ -143,8 +81,6 @@ class Simulation:
         sender: type[SenderTable] = SenderTable,
         receiver: type[ReceiverTable] = ReceiverTable,
     ) -> None:
-        self.mode = mode
-        self.now = 0.0
         self.pieces = pieces
         self.senders = {
             AgentName(f"P{rank}"): sender(LEASE, BLOCK) for rank in range(prefill_ranks)
@@ -152,19 +88,11 @@ class Simulation:
         self.receivers = {
             AgentName(f"D{index}"): receiver(mode, REPEAT) for index in range(decodes)
         }
-        self.network: list[Envelope] = []
-        self.writes: list[Write] = []
-        self.reads: list[Read] = []
-        self.attempts: dict[RegistrationId, Attempt] = {}
-        self.prefills: dict[TransferId, Prefill] = {}
+        super().__init__(mode, tuple(self.senders), tuple(self.receivers))
         self.generation = 0
+        self.network: list[Envelope] = []
         self.dead: set[AgentName] = set()
         self.lost: set[tuple[AgentName, AgentName]] = set()
-        self.leases: dict[tuple[AgentName, RegistrationId], tuple[int, float]] = {}
-        self.prefill_free = list(range(POOL))
-        self.decode_free = {name: list(range(POOL)) for name in self.receivers}
-        self.prefill_memory: dict[tuple[AgentName, int], Content] = {}
-        self.decode_memory: dict[tuple[AgentName, int, AgentName], Content] = {}
 
     # ---- the prefill engine's scheduler
 
@@ -303,9 +231,13 @@ class Simulation:
             return
         self.lost.discard((target, source))
         if target in self.senders:
-            self._perform(target, self._to_sender(target, source, message))
+            if isinstance(message, Cancel | ReadDone):
+                self.leases.pop((target, message.registration_id), None)
+            sender = self.senders[target]
+            self._perform(target, to_sender(sender, source, message, self.now))
         else:
-            self._perform(target, self._to_receiver(target, source, message))
+            receiver = self.receivers[target]
+            self._perform(target, to_receiver(receiver, source, message, self.now))
 
     def repeat(self, index: int) -> None:
         """A message will arrive twice."""
@@ -331,7 +263,7 @@ class Simulation:
             write.unposted.clear()
             write.failure = write.failure or "disconnected"
         else:
-            self._copy_piece(write, piece)
+            self.copy_piece(write, piece)
             last = piece == write.total - 1
             self._send(
                 write.prefill,
@@ -364,7 +296,7 @@ class Simulation:
                 action.remote_blocks[0].tolist(),
                 strict=True,
             ):
-                self._store(
+                self.store(
                     read.decode,
                     action.registration_id,
                     action.peer,
@@ -391,7 +323,7 @@ class Simulation:
                 write.unposted.clear()
                 write.failure = write.failure or "silent"
                 self._end_write_if_over(write)
-        self._drop_leases(owner, peer)
+        self.drop_leases(owner, peer)
         self._perform(owner, self.senders[owner].peer_lost(peer, self.now))
 
     def die(self, name: AgentName) -> None:
@@ -498,84 +430,18 @@ class Simulation:
         if (source, target) not in self.lost:
             self.network.append(Envelope(source, target, message))
 
-    def _to_sender(
-        self, name: AgentName, peer: AgentName, message: Message
-    ) -> list[Action]:
-        sender = self.senders[name]
-        match message:
-            case Register():
-                return sender.register(peer, message, self.now)
-            case LeaseRequest():
-                return sender.lease_request(peer, message, self.now)
-            case Cancel():
-                self.leases.pop((name, message.registration_id), None)
-                return sender.cancel(
-                    peer, message.registration_id, message.transfer_id, self.now
-                )
-            case NotNeeded():
-                return sender.not_needed(
-                    message.transfer_id, message.receivers, self.now
-                )
-            case ReadDone():
-                self.leases.pop((name, message.registration_id), None)
-                return sender.read_done(peer, message, self.now)
-            case Renew():
-                sender.renew(message.transfer_ids, self.now)
-                return []
-            case _:
-                raise Violation(f"{message} was sent to a prefill rank")
-
-    def _to_receiver(
-        self, name: AgentName, peer: AgentName, message: Message
-    ) -> list[Action]:
-        receiver = self.receivers[name]
-        match message:
-            case Accepted():
-                return receiver.accepted(peer, message.registration_id)
-            case LeaseGranted():
-                return receiver.granted(peer, message, self.now)
-            case Done():
-                return receiver.piece(peer, message, self.now)
-            case Finished():
-                return receiver.finished(peer, message.registration_id, self.now)
-            case Refused():
-                return receiver.refused(
-                    peer, message.registration_id, message.reason, self.now
-                )
-            case Cancelled():
-                return receiver.cancelled(peer, message.registration_id)
-            case ReadConfirmed():
-                return receiver.read_confirmed(
-                    peer, message.registration_id, message.ok, self.now
-                )
-            case _:
-                raise Violation(f"{message} was sent to a decode rank")
-
     def _perform(self, owner: AgentName, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Send():
-                    self._note_answer(owner, action)
+                    self.note_answer(owner, action)
                     self._send(owner, action.peer, action.message)
                 case StartWrite():
                     self._start_write(owner, action)
                 case StartRead():
                     self.reads.append(Read(owner, action))
                 case Report():
-                    self._take_event(owner, action.event)
-
-    def _note_answer(self, owner: AgentName, action: Send) -> None:
-        message = action.message
-        match message:
-            case LeaseGranted():
-                self.leases[owner, message.registration_id] = (
-                    message.generation,
-                    self.now + message.seconds,
-                )
-            case ReadConfirmed(ok=True):
-                self.attempts[message.registration_id].confirmed.add(owner)
-            case _:
-                pass
+                    self.take_event(owner, action.event)
 
     def _start_write(self, owner: AgentName, action: StartWrite) -> None:
         attempt = self.attempts[action.registration_id]
@@ -590,34 +456,6 @@ class Simulation:
             write.failure = "silent"
             self._end_write_if_over(write)
 
-    def _copy_piece(self, write: Write, piece: int) -> None:
-        action = write.action
-        attempt = self.attempts[action.registration_id]
-        first = action.want.first_token // BLOCK
-        local = action.offer.blocks[0][first:].tolist()
-        remote = action.remote_blocks[0].tolist()
-        for mine, theirs in list(zip(local, remote, strict=True))[piece :: write.total]:
-            self._store(
-                action.peer,
-                action.registration_id,
-                write.prefill,
-                theirs,
-                self.prefill_memory.get((write.prefill, mine)),
-            )
-        attempt.landed.add((write.prefill, piece))
-
-    def _store(
-        self,
-        decode: AgentName,
-        registration_id: RegistrationId,
-        prefill: AgentName,
-        block: int,
-        content: Content,
-    ) -> None:
-        if self.attempts[registration_id].over:
-            raise Violation(f"memory of {registration_id} is written after its end")
-        self.decode_memory[decode, block, prefill] = content
-
     def _end_write_if_over(self, write: Write) -> None:
         if write.unposted or write.posted:
             return
@@ -628,89 +466,3 @@ class Simulation:
                 write.action.registration_id, TransferSize(), write.failure, self.now
             ),
         )
-
-    def _drop_leases(self, owner: AgentName, peer: AgentName) -> None:
-        for key in list(self.leases):
-            if key[0] == owner and self.attempts[key[1]].decode == peer:
-                del self.leases[key]
-
-    def _take_event(self, owner: AgentName, event: Event) -> None:
-        if isinstance(event, SenderClosed):
-            self._closed(owner, event)
-            return
-        attempt = self.attempts[event.registration_id]
-        if attempt.over:
-            raise Violation(f"{event} of a registration that has ended")
-        match event:
-            case Received():
-                if attempt.failed:
-                    raise Violation(f"{event.registration_id} is received and failed")
-                self._check_received(attempt)
-                self._give_back(attempt)
-            case ReceiveFailed():
-                if attempt.failed:
-                    raise Violation(f"{event.registration_id} fails twice")
-                attempt.failed = True
-                if event.quiet:
-                    self._give_back(attempt)
-            case ReceiveQuiet():
-                if not attempt.failed:
-                    raise Violation(f"{event.registration_id} is quiet without failure")
-                self._give_back(attempt)
-
-    def _check_received(self, attempt: Attempt) -> None:
-        first = attempt.request.want.first_token // BLOCK
-        for source in self.senders:
-            for offset, block in enumerate(attempt.request.blocks[0].tolist()):
-                found = self.decode_memory.get((attempt.decode, block, source))
-                if found != (attempt.transfer_id, first + offset):
-                    raise Violation(
-                        f"{attempt.request.registration_id} is received with {found} "
-                        f"at position {first + offset} of {source}"
-                    )
-            if self.mode is Mode.PULL and source not in attempt.confirmed:
-                raise Violation(f"a READ from {source} counts without confirmation")
-            if self.mode is Mode.PUSH and {
-                piece for name, piece in attempt.landed if name == source
-            } != set(range(attempt.pieces[source])):
-                raise Violation(f"not all pieces of {source} have landed")
-
-    def _give_back(self, attempt: Attempt) -> None:
-        attempt.over = True
-        registration_id = attempt.request.registration_id
-        for write in self.writes:
-            if write.action.registration_id == registration_id and (
-                write.posted or write.unposted
-            ):
-                raise Violation(f"{registration_id} ends under a WRITE")
-        if any(r.action.registration_id == registration_id for r in self.reads):
-            raise Violation(f"{registration_id} ends under a READ")
-        for block in attempt.request.blocks[0].tolist():
-            for source in self.senders:
-                self.decode_memory[attempt.decode, block, source] = None
-            # At the front, so that it is used again at once.
-            self.decode_free[attempt.decode].insert(0, block)
-
-    def _closed(self, owner: AgentName, event: SenderClosed) -> None:
-        prefill = self.prefills.get(event.transfer_id)
-        if prefill is None or prefill.generation != event.generation:
-            raise Violation(f"{event} of an unknown offer")
-        if owner in prefill.closed:
-            raise Violation(f"{event.transfer_id} closes twice on {owner}")
-        for write in self.writes:
-            if (
-                write.prefill == owner
-                and write.action.offer.generation == event.generation
-            ):
-                raise Violation(f"{event.transfer_id} closes under a WRITE")
-        for (name, registration_id), (generation, end) in self.leases.items():
-            if name == owner and generation == event.generation and self.now <= end:
-                raise Violation(f"{event} while {registration_id} holds a lease")
-        prefill.closed.add(owner)
-        if prefill.closed < set(self.senders):
-            return
-        del self.prefills[event.transfer_id]
-        for block in prefill.blocks:
-            for name in self.senders:
-                self.prefill_memory[name, block] = None
-            self.prefill_free.insert(0, block)

@@ -10,7 +10,8 @@ from v1.kv_connector.unit.nixl.faulty import (
     QuietOnTimeout,
     TrustsTheLastPiece,
 )
-from v1.kv_connector.unit.nixl.simulation import Simulation, Violation
+from v1.kv_connector.unit.nixl.ground_truth import Violation
+from v1.kv_connector.unit.nixl.simulation import Simulation
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     Mode,

@@ -21,12 +21,14 @@ from v1.kv_connector.unit.nixl.faulty import (
     QuietOnTimeout,
     TrustsTheLastPiece,
 )
-from v1.kv_connector.unit.nixl.simulation import POSITIONS, Simulation, Violation
+from v1.kv_connector.unit.nixl.ground_truth import POSITIONS, Violation
+from v1.kv_connector.unit.nixl.simulation import Simulation
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
     Mode,
     RegistrationId,
     TransferId,
@@ -193,9 +195,12 @@ class HandoffMachine(RuleBasedStateMachine):
                 yield partial(sim.die, owner)
 
     def teardown(self) -> None:
-        if hasattr(self, "sim"):
+        if not hasattr(self, "sim"):
+            return
+        self.sim.settle(proofs=False)
+        if self.sim.dead:
             self.sim.settle()
-            self.sim.check_over()
+        self.sim.check_over()
 
 
 class PullMachine(HandoffMachine):
@@ -206,6 +211,23 @@ class PullMachine(HandoffMachine):
 @pytest.mark.parametrize("machine", [HandoffMachine, PullMachine])
 def test_random_histories(machine: type[HandoffMachine]) -> None:
     run_state_machine_as_test(machine, settings=EXAMPLES)
+
+
+def test_no_time_takes_the_place_of_a_proof() -> None:
+    sim = Simulation(Mode.PUSH)
+    prefill, decode = AgentName("P0"), AgentName("D0")
+    sim.expect(TRANSFERS[0], 1)
+    sim.start(decode, RegistrationId("r"), TRANSFERS[0])
+    sim.connect(RegistrationId("r"))
+    sim.deliver(0)
+    sim.die(prefill)
+    sim.give_up_on(decode, prefill)
+    for _ in range(10):
+        sim.settle(proofs=False)
+        with pytest.raises(Violation, match=r"'D0\.receiver_quiescing': 1"):
+            sim.check_over()
+    sim.settle()
+    sim.check_over()
 
 
 class FreesOnTheLeaseMachine(HandoffMachine):

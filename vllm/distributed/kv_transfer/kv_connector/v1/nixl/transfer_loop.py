@@ -129,6 +129,7 @@ class TransferLoop:
         self._next_tick = 0.0
         self._last_step: float | None = None
         self._backlog: deque[Action] = deque()
+        self._deaf = False
         self._events: list[Event] = []
         self._tables: dict[str, int] = {}
         self.stats = StatsCollector()
@@ -301,8 +302,11 @@ class TransferLoop:
         try:
             received = self._agent.notifications()
         except AgentError as error:
-            logger.warning("NIXL could not be asked for notifications: %s", error)
+            if not self._deaf:
+                logger.warning("NIXL could not be asked for notifications: %s", error)
+            self._deaf = True
             return False
+        self._deaf = False
         for name, data in received:
             try:
                 self._take(name, decode_packet(data), now)

@@ -110,10 +110,11 @@ class PrefillSide:
         self, output: "SchedulerOutput", now: float
     ) -> tuple[list[Command], list[Offer]]:
         """Orders for the step that ``output`` schedules."""
-        commands, self._commands = self._commands, []
+        # The offers first: if they fail, the commands go out with the next step.
         offers = [
             self._offer(send, output, now) for send in self._complete_after(output)
         ]
+        commands, self._commands = self._commands, []
         return commands, offers
 
     def finished(

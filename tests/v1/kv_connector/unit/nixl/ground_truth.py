@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is true of a simulated hand-off, whatever its tables believe.
+
+It knows what each block of memory holds and which transfers are under way, so that
+a table which gives memory back too early is caught by what is then in it.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
+    Event,
+    Received,
+    ReceiveFailed,
+    ReceiveQuiet,
+    Send,
+    SenderClosed,
+    StartRead,
+    StartWrite,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+    ReceiveRequest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
+    Mode,
+    RegistrationId,
+    TransferId,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    LeaseGranted,
+    ReadConfirmed,
+)
+
+BLOCK = 4
+PROMPT = 10
+POSITIONS = -(-PROMPT // BLOCK)
+
+REPEAT = 2.0
+LEASE = 7.0
+TIMEOUT = 15.0
+
+POOL = 4 * POSITIONS
+"""Blocks of each engine: few, so that they are soon used again."""
+
+Content = tuple[TransferId, int] | None
+"""What a block holds: a position of a prompt, or nothing that may be used."""
+
+
+class Violation(AssertionError):
+    """Something happened that must not happen."""
+
+
+@dataclass
+class Write:
+    """A WRITE under way, in pieces that may land at any time once posted."""
+
+    prefill: AgentName
+    action: StartWrite
+    unposted: list[int]
+    total: int
+    posted: list[int] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass
+class Read:
+    """A READ under way."""
+
+    decode: AgentName
+    action: StartRead
+
+
+@dataclass
+class Attempt:
+    """What is true of one registration."""
+
+    decode: AgentName
+    transfer_id: TransferId
+    request: ReceiveRequest
+    connecting: bool = True
+    failed: bool = False
+    over: bool = False
+    cancelled: bool = False
+    landed: set[tuple[AgentName, int]] = field(default_factory=set)
+    pieces: dict[AgentName, int] = field(default_factory=dict)
+    confirmed: set[AgentName] = field(default_factory=set)
+
+
+@dataclass
+class Prefill:
+    """A prefill request, as the scheduler side of its engine knows it."""
+
+    generation: int = 0
+    blocks: tuple[int, ...] = ()
+    closed: set[AgentName] = field(default_factory=set)
+
+
+class GroundTruth:
+    """The memory of all ranks, and what is under way."""
+
+    def __init__(
+        self, mode: Mode, sources: tuple[AgentName, ...], sinks: tuple[AgentName, ...]
+    ) -> None:
+        self.mode = mode
+        self.now = 0.0
+        self.sources = sources
+        self.writes: list[Write] = []
+        self.reads: list[Read] = []
+        self.attempts: dict[RegistrationId, Attempt] = {}
+        self.prefills: dict[TransferId, Prefill] = {}
+        self.leases: dict[tuple[AgentName, RegistrationId], tuple[int, float]] = {}
+        self.prefill_free = list(range(POOL))
+        self.decode_free = {name: list(range(POOL)) for name in sinks}
+        self.prefill_memory: dict[tuple[AgentName, int], Content] = {}
+        self.decode_memory: dict[tuple[AgentName, int, AgentName], Content] = {}
+
+    def note_answer(self, owner: AgentName, action: Send) -> None:
+        """A prefill rank has promised something."""
+        message = action.message
+        match message:
+            case LeaseGranted():
+                self.leases[owner, message.registration_id] = (
+                    message.generation,
+                    self.now + message.seconds,
+                )
+            case ReadConfirmed(ok=True):
+                self.attempts[message.registration_id].confirmed.add(owner)
+            case _:
+                pass
+
+    def drop_leases(self, owner: AgentName, peer: AgentName) -> None:
+        """A prefill rank expects no more of a peer."""
+        for key in list(self.leases):
+            if key[0] == owner and self.attempts[key[1]].decode == peer:
+                del self.leases[key]
+
+    def copy_piece(self, write: Write, piece: int) -> None:
+        """A piece lands."""
+        action = write.action
+        attempt = self.attempts[action.registration_id]
+        first = action.want.first_token // BLOCK
+        local = action.offer.blocks[0][first:].tolist()
+        remote = action.remote_blocks[0].tolist()
+        for mine, theirs in list(zip(local, remote, strict=True))[piece :: write.total]:
+            self.store(
+                action.peer,
+                action.registration_id,
+                write.prefill,
+                theirs,
+                self.prefill_memory.get((write.prefill, mine)),
+            )
+        attempt.landed.add((write.prefill, piece))
+
+    def store(
+        self,
+        decode: AgentName,
+        registration_id: RegistrationId,
+        prefill: AgentName,
+        block: int,
+        content: Content,
+    ) -> None:
+        """A block of a decode engine is written."""
+        if self.attempts[registration_id].over:
+            raise Violation(f"memory of {registration_id} is written after its end")
+        self.decode_memory[decode, block, prefill] = content
+
+    def take_event(self, owner: AgentName, event: Event) -> None:
+        """A table reports what it believes; that must be true.
+
+        Raises:
+            Violation: it is not.
+        """
+        if isinstance(event, SenderClosed):
+            self._closed(owner, event)
+            return
+        attempt = self.attempts[event.registration_id]
+        if attempt.over:
+            raise Violation(f"{event} of a registration that has ended")
+        match event:
+            case Received():
+                if attempt.failed:
+                    raise Violation(f"{event.registration_id} is received and failed")
+                self._check_received(attempt)
+                self._give_back(attempt)
+            case ReceiveFailed():
+                if attempt.failed:
+                    raise Violation(f"{event.registration_id} fails twice")
+                attempt.failed = True
+                if event.quiet:
+                    self._give_back(attempt)
+            case ReceiveQuiet():
+                if not attempt.failed:
+                    raise Violation(f"{event.registration_id} is quiet without failure")
+                self._give_back(attempt)
+
+    def _check_received(self, attempt: Attempt) -> None:
+        first = attempt.request.want.first_token // BLOCK
+        for source in self.sources:
+            for offset, block in enumerate(attempt.request.blocks[0].tolist()):
+                found = self.decode_memory.get((attempt.decode, block, source))
+                if found != (attempt.transfer_id, first + offset):
+                    raise Violation(
+                        f"{attempt.request.registration_id} is received with {found} "
+                        f"at position {first + offset} of {source}"
+                    )
+            if self.mode is Mode.PULL and source not in attempt.confirmed:
+                raise Violation(f"a READ from {source} counts without confirmation")
+            if self.mode is Mode.PUSH and {
+                piece for name, piece in attempt.landed if name == source
+            } != set(range(attempt.pieces[source])):
+                raise Violation(f"not all pieces of {source} have landed")
+
+    def _give_back(self, attempt: Attempt) -> None:
+        attempt.over = True
+        registration_id = attempt.request.registration_id
+        for write in self.writes:
+            if write.action.registration_id == registration_id and (
+                write.posted or write.unposted
+            ):
+                raise Violation(f"{registration_id} ends under a WRITE")
+        if any(r.action.registration_id == registration_id for r in self.reads):
+            raise Violation(f"{registration_id} ends under a READ")
+        for block in attempt.request.blocks[0].tolist():
+            for source in self.sources:
+                self.decode_memory[attempt.decode, block, source] = None
+            # At the front, so that it is used again at once.
+            self.decode_free[attempt.decode].insert(0, block)
+
+    def _closed(self, owner: AgentName, event: SenderClosed) -> None:
+        prefill = self.prefills.get(event.transfer_id)
+        if prefill is None or prefill.generation != event.generation:
+            raise Violation(f"{event} of an unknown offer")
+        if owner in prefill.closed:
+            raise Violation(f"{event.transfer_id} closes twice on {owner}")
+        for write in self.writes:
+            if (
+                write.prefill == owner
+                and write.action.offer.generation == event.generation
+            ):
+                raise Violation(f"{event.transfer_id} closes under a WRITE")
+        for (name, registration_id), (generation, end) in self.leases.items():
+            if name == owner and generation == event.generation and self.now <= end:
+                raise Violation(f"{event} while {registration_id} holds a lease")
+        prefill.closed.add(owner)
+        if prefill.closed < set(self.sources):
+            return
+        del self.prefills[event.transfer_id]
+        for block in prefill.blocks:
+            for name in self.sources:
+                self.prefill_memory[name, block] = None
+            self.prefill_free.insert(0, block)
