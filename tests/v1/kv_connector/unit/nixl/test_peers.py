@@ -108,7 +108,7 @@ def test_the_ranks_that_serve_this_one(known: Known) -> None:
 def test_a_successor_at_the_same_address_of_the_same_host_is_proof(
     known: Known,
 ) -> None:
-    known.peer.address = HERE
+    known.peer.addresses = {HERE}
     other = ProcessInfo("another boot", 1, 1)
     assert known.peers.superseded_by(known.theirs.info, HERE) == []
     assert known.peers.superseded_by(known.successor(engine_id="new"), THERE) == []
@@ -116,6 +116,15 @@ def test_a_successor_at_the_same_address_of_the_same_host_is_proof(
     assert known.peers.superseded_by(known.successor(process=other), HERE) == []
     found = known.peers.superseded_by(known.successor(engine_id="new"), HERE)
     assert found == [known.name]
+
+
+def test_an_agent_told_of_at_several_addresses_has_no_successor_there(
+    known: Known,
+) -> None:
+    known.peer.addresses = {HERE, THERE}
+    successor = known.successor(engine_id="new")
+    assert known.peers.superseded_by(successor, HERE) == []
+    assert known.peers.superseded_by(successor, THERE) == []
 
 
 def test_a_successor_of_a_process_that_has_ended_is_proof(known: Known) -> None:
@@ -140,7 +149,7 @@ def test_a_peer_is_gone_a_while_after_its_process(known: Known) -> None:
 
 
 def test_a_lost_peer_that_lives_is_not_gone(known: Known) -> None:
-    known.peer.lost, known.peer.address = True, HERE
+    known.peer.lost, known.peer.addresses = True, {HERE}
     known.peers.provably_gone(1.0)
     assert known.peers.provably_gone(1000.0) == []
     assert known.peers.lost_at() == {HERE}

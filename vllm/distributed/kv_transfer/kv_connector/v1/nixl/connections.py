@@ -246,7 +246,7 @@ class Connections:
             for info in handshake.ranks:
                 self._replace_old(info, handshake.address, now)
                 peer = self._peers.admit(info, now)
-                peer.address = handshake.address
+                peer.addresses.add(handshake.address)
                 # It gets another chance to answer, and is judged anew.
                 peer.lost = False
                 if peer.refusal is not None:

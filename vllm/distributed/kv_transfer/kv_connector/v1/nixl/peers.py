@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents that this rank knows, and what it has prepared for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.logger import init_logger
@@ -27,7 +27,7 @@ class Peer:
     Attributes:
         refusal: why no KV is exchanged with it, if so.
         greeted: whether it has acknowledged this rank's description.
-        address: its engine's side channel, where this rank has contacted it.
+        addresses: side channels at which this rank was told of it.
         lost: it does not answer; it may do so again, or prove to be gone.
         broken: the transport has given its connection up.
         ended_at: when its end was first proven, if it was.
@@ -38,7 +38,7 @@ class Peer:
     info: RankInfo
     refusal: str | None
     greeted: bool = False
-    address: Address | None = None
+    addresses: set[Address] = field(default_factory=set)
     lost: bool = False
     broken: bool = False
     ended_at: float | None = None
@@ -146,7 +146,8 @@ class PeerDirectory:
 
         Either their process on this host has ended, or ``info`` was told at the
         address where they used to be, by a process of the same host: it could not
-        listen there while they did.
+        listen there while they did. An agent that was told of at several addresses
+        has none that proves this; a client may name any address to a decode engine.
         """
         return [
             name
@@ -160,7 +161,7 @@ class PeerDirectory:
                 )
                 or (
                     address is not None
-                    and peer.address == address
+                    and peer.addresses == {address}
                     and bool(info.process.boot_id)
                     and peer.info.process.boot_id == info.process.boot_id
                 )
@@ -170,9 +171,10 @@ class PeerDirectory:
     def lost_at(self) -> set[Address]:
         """Where to ask whether a lost peer is back, or another is in its place."""
         return {
-            peer.address
+            address
             for peer in self._peers.values()
-            if peer.lost and peer.address is not None
+            if peer.lost
+            for address in peer.addresses
         }
 
     def provably_gone(self, now: float) -> list[AgentName]:
