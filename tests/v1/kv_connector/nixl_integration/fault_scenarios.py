@@ -396,11 +396,11 @@ async def _resume(
 
 
 async def _given_up(world: World) -> str | None:
-    """Whether P has let go of a silent D, but for the WRITE that is under way."""
+    """Whether P has let go of a silent D, but for the WRITEs that are under way."""
     document = await integrity(world.pair.prefill)
-    claims = document["tables"]["rank0_sender_claims"]
-    under_way = 1 if world.pair.mode == "push" else 0
-    if claims <= under_way:
+    tables = document["tables"]
+    claims = tables["rank0_sender_claims"]
+    if claims <= tables["rank0_transfers"]:
         return None
     return f"P keeps {claims} claims of a D that is silent: {document}"
 
