@@ -224,7 +224,7 @@ def _distinct(simulation: Simulation) -> Iterator[tuple[int, str]]:
             yield index, f"{name} to {envelope.target}"
 
 
-_IGNORED = {"started_at", "opened_at", "offered_at", "size", "tokens", "trace", "now"}
+_IGNORED = {"started_at", "offered_at", "size", "tokens", "trace", "now"}
 """What has no influence on what may happen."""
 
 

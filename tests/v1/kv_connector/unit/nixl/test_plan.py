@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import (
     Pages,
     Piece,
     PlanError,
-    block_range,
     plan,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
@@ -127,4 +126,4 @@ def test_every_pair_is_moved_once(
     [(0, 1, range(1)), (0, 16, range(1)), (16, 17, range(1, 3)), (32, 1, range(2, 3))],
 )
 def test_the_blocks_of_tokens(first: int, count: int, expected: range) -> None:
-    assert block_range(Want(100, first, count, b""), 16) == expected
+    assert Want(100, first, count, b"").block_range(16) == expected

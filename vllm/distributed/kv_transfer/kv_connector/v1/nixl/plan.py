@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .wire import BlockArray, RegionInfo, Want
+from .wire import BlockArray, RegionInfo
 
 
 class PlanError(ValueError):
@@ -51,12 +51,6 @@ class Pages:
             ),
             page_bytes=tuple(region.page_bytes for region in regions),
         )
-
-
-def block_range(want: Want, block_size: int) -> range:
-    """Block positions that hold the tokens of ``want``."""
-    first = want.first_token // block_size
-    return range(first, -(-(want.first_token + want.num_tokens) // block_size))
 
 
 def plan(

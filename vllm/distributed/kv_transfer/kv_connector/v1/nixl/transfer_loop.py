@@ -49,7 +49,7 @@ from .handoff.watches import Watches
 from .ids import AgentName, Mode, RegistrationId
 from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
-from .plan import Pages, Piece, PlanError, block_range, plan
+from .plan import Pages, Piece, PlanError, plan
 from .side_channel import Address
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
@@ -387,7 +387,7 @@ class TransferLoop:
     # ---- transfers
 
     def _start_write(self, action: StartWrite, now: float) -> None:
-        positions = block_range(action.want, self._local.block_size)
+        positions = action.want.block_range(self._local.block_size)
         local = [
             group[positions.start : positions.stop] for group in action.offer.blocks
         ]

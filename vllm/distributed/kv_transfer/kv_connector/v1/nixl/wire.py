@@ -114,6 +114,11 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: Count
     digest: Digest
 
+    def block_range(self, block_size: int) -> range:
+        """Block positions in the prompt that hold these tokens."""
+        first = self.first_token // block_size
+        return range(first, -(-(self.first_token + self.num_tokens) // block_size))
+
 
 class HelloAck(_Message, frozen=True, tag="hello_ack"):
     """The sender's RankInfo has arrived. ``refusal`` says why it is unusable."""

@@ -48,7 +48,6 @@ class Handoff:
 
     transfer_id: TransferId
     stage: Stage
-    opened_at: float
     deadline: float
     receivers: int | None = None
     offer: Offer | None = None
@@ -68,13 +67,6 @@ class Outcome:
 
     peer: AgentName
     answer: Finished | Refused | Cancelled
-
-
-def positions(want: Want, block_size: int) -> tuple[int, int]:
-    """First block position of ``want``, and how many there are."""
-    first = want.first_token // block_size
-    end = -(-(want.first_token + want.num_tokens) // block_size)
-    return first, end - first
 
 
 def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
@@ -98,7 +90,7 @@ def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
             f"part of a prompt of {offer.prompt_tokens}"
         )
     if claim.blocks is not None:
-        _, count = positions(want, block_size)
+        count = len(want.block_range(block_size))
         sizes = [len(group) for group in claim.blocks]
         if sizes != [count] * len(offer.blocks):
             return f"{sizes} blocks registered, {count} per group needed"

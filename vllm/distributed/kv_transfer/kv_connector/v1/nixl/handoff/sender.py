@@ -46,7 +46,7 @@ from .actions import (
     StartWrite,
     TransferSize,
 )
-from .claims import Claim, ClaimState, Handoff, Outcome, Stage, positions, unfit
+from .claims import Claim, ClaimState, Handoff, Outcome, Stage, unfit
 from .history import History
 
 HISTORY = 8192
@@ -359,9 +359,7 @@ class SenderTable:
     def _open(self, transfer_id: TransferId, now: float) -> Handoff:
         handoff = self._handoffs.get(transfer_id)
         if handoff is None:
-            handoff = Handoff(
-                transfer_id, Stage.AWAITED, opened_at=now, deadline=now + self._lease
-            )
+            handoff = Handoff(transfer_id, Stage.AWAITED, deadline=now + self._lease)
             self._handoffs[transfer_id] = handoff
         return handoff
 
@@ -452,14 +450,14 @@ class SenderTable:
         offer = handoff.offer
         assert offer is not None
         claim.lease_end = now + self._lease
-        first, count = positions(claim.want, self._block_size)
+        wanted = claim.want.block_range(self._block_size)
         return Send(
             claim.peer,
             LeaseGranted(
                 claim.registration_id,
                 offer.generation,
                 self._lease,
-                tuple(pack_blocks(g[first : first + count]) for g in offer.blocks),
+                tuple(pack_blocks(g[wanted.start : wanted.stop]) for g in offer.blocks),
             ),
         )
 

@@ -164,9 +164,11 @@ class DecodeSide:
             return
         waiter.phase = _Phase.RECEIVING
         first = waiter.prompt_tokens - external_tokens
-        begin = first // self._block_size
-        end = -(-waiter.prompt_tokens // self._block_size)
-        table = tuple(group[begin:end] for group in blocks.get_block_ids())
+        want = Want(waiter.prompt_tokens, first, external_tokens, waiter.digest)
+        wanted = want.block_range(self._block_size)
+        table = tuple(
+            group[wanted.start : wanted.stop] for group in blocks.get_block_ids()
+        )
         attempt = _Attempt(
             new_registration_id(),
             waiter,
@@ -180,7 +182,7 @@ class DecodeSide:
                 ReceiveRequest(
                     attempt.registration_id,
                     waiter.transfer_id,
-                    Want(waiter.prompt_tokens, first, external_tokens, waiter.digest),
+                    want,
                     tuple(np.asarray(group, dtype=np.int32) for group in table),
                     self._timeout,
                 ),
