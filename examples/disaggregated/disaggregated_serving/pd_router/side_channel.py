@@ -31,8 +31,8 @@ MAX_TOKEN_BYTES = 4096
 _MAX_ANSWER_BYTES = 64 << 10
 _MAX_TEXT = 1000
 
-# What engines record where the router itself has ended a leg.
-_OF_OUR_MAKING = frozenset({"aborted", "withdrawn"})
+# What engines record where the router itself has ended a leg, or the other engine.
+_OF_OUR_MAKING = frozenset({"aborted", "released", "withdrawn"})
 
 
 class UnansweredError(Exception):

@@ -167,7 +167,7 @@ def test_all_receivers_may_be_released_at_once() -> None:
     table.expect(T, 5, (), 0)
     table.offer(_offer(), 0)
     (closed,) = _closed(table.not_needed(T, 0, 1))
-    assert closed.reason is CloseReason.SERVED
+    assert closed.reason is CloseReason.RELEASED
 
 
 def test_what_is_not_needed_before_it_is_computed_closes_with_the_offer() -> None:
@@ -335,6 +335,16 @@ def test_a_lost_receiver_ends_its_claims_when_nothing_is_written() -> None:
     assert closed.tokens == 10
 
 
+def test_kv_whose_only_receiver_was_lost_was_not_served() -> None:
+    table = _table()
+    table.expect(T, 1, (), 0)
+    table.offer(_offer(), 0)
+    table.register(D, _register(), 0)
+    table.peer_lost(D, 1)
+    (closed,) = _closed(_written(table, 2, "disconnected"))
+    assert (closed.reason, closed.tokens) == (CloseReason.RELEASED, 0)
+
+
 def test_a_lost_receiver_that_waits_is_forgotten() -> None:
     table = _table()
     table.expect(T, 2, (), 0)
@@ -381,7 +391,13 @@ def test_a_read_that_was_late_or_of_other_blocks_does_not_count(
     done: ReadDone, now: float
 ) -> None:
     table = _leased()
-    assert _sent(table.read_done(D, done, now)) == [ReadConfirmed(R, False)]
+    actions = table.read_done(D, done, now)
+    assert _sent(actions) == [ReadConfirmed(R, False)]
+    (closed,) = _closed(actions)
+    assert (closed.reason, closed.tokens) == (
+        CloseReason.EXPIRED if now > LEASE else CloseReason.RELEASED,
+        0,
+    )
     assert not any(table.sizes().values())
     assert _sent(table.read_done(D, _read_done(), now)) == [ReadConfirmed(R, False)]
 
@@ -397,7 +413,8 @@ def test_asking_again_renews_the_lease() -> None:
 
 def test_a_lease_that_ends_lets_the_kv_go() -> None:
     table = _leased()
-    assert len(_closed(table.tick(LEASE + 1))) == 1
+    (closed,) = _closed(table.tick(LEASE + 1))
+    assert closed.reason is CloseReason.EXPIRED
     assert _sent(table.read_done(D, _read_done(), LEASE + 2)) == [
         ReadConfirmed(R, False)
     ]
@@ -471,6 +488,17 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.sizes()["sender_handoffs"] == 2
     refused = table.register(D, _register(RegistrationId("q"), third), 0)
     assert _refusal(refused) == "too many hand-offs"
+
+
+def test_claimed_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "MAX_CLAIMED_BLOCKS", 5)
+    table = _table()
+    table.register(D, _register(R, T), 0)
+    refused = table.register(D, _register(S, U), 0)
+    assert _refusal(refused) == "too many blocks are claimed"
+    table.cancel(D, R, T, 1)
+    third = RegistrationId("q")
+    assert _sent(table.register(D, _register(third, U), 1)) == [Accepted(third)]
 
 
 def test_old_outcomes_are_forgotten() -> None:

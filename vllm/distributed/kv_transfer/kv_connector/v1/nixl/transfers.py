@@ -10,6 +10,7 @@ from typing import Any
 from .agent import Agent, AgentError, TransferState
 from .handoff.actions import TransferSize
 from .ids import AgentName, RegistrationId
+from .peers import SETTLE_SECONDS
 from .plan import Piece
 
 
@@ -44,6 +45,7 @@ class _Job:
     posted: TransferSize = field(default_factory=TransferSize)
     failure: str | None = None
     started_at: float = 0.0
+    ended_at: float = 0.0
     post_seconds: float = 0.0
 
 
@@ -55,12 +57,22 @@ class TransferPool:
         budget: seconds that one call of :meth:`advance` may spend in posting;
             a post in progress is not interrupted.
         window: pieces of one job that are under way at a time.
+        settle: seconds that a failed WRITE is held to be under way after its last
+            handle has ended. Its peer takes the end for proof, while bytes of a
+            broken connection may still lie in the peer's sockets.
     """
 
-    def __init__(self, agent: Agent, budget: float = 0.01, window: int = 4) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        budget: float = 0.01,
+        window: int = 4,
+        settle: float = SETTLE_SECONDS,
+    ) -> None:
         self._agent = agent
         self._budget = budget
         self._window = window
+        self._settle = settle
         self._jobs: list[_Job] = []
 
     def __len__(self) -> int:
@@ -95,7 +107,7 @@ class TransferPool:
         for job in list(self._jobs):
             self._check(job)
             self._post(job, deadline)
-            if not job.handles and not job.pieces:
+            if not job.handles and not job.pieces and self._is_settled(job):
                 self._jobs.remove(job)
                 ended.append(self._result(job))
         yield from ended
@@ -161,6 +173,13 @@ class TransferPool:
                 self._fail(job, "NIXL reports a failed transfer")
                 return
 
+    def _is_settled(self, job: _Job) -> bool:
+        now = time.perf_counter()
+        job.ended_at = job.ended_at or now
+        if job.failure is None or job.operation != "WRITE" or not job.started_at:
+            return True
+        return now - job.ended_at >= self._settle
+
     @staticmethod
     def _fail(job: _Job, reason: str) -> None:
         job.failure = job.failure or f"{job.operation} failed: {reason}"
@@ -168,7 +187,7 @@ class TransferPool:
 
     @staticmethod
     def _result(job: _Job) -> TransferEnded:
-        elapsed = time.perf_counter() - job.started_at if job.started_at else 0.0
+        elapsed = job.ended_at - job.started_at if job.started_at else 0.0
         return TransferEnded(
             job.operation,
             job.peer,

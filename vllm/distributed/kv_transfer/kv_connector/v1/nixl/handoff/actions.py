@@ -57,6 +57,7 @@ class CloseReason(StrEnum):
     """Why a prefill engine has let go of a hand-off's KV."""
 
     SERVED = "served"
+    RELEASED = "released"
     EXPIRED = "expired"
     WITHDRAWN = "withdrawn"
 

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..wire import BlockArray, Cancelled, Finished, Refused, Want
-from .actions import Offer, TransferSize
+from .actions import CloseReason, Offer, TransferSize
 
 
 class Stage(Enum):
@@ -41,6 +41,11 @@ class Claim:
     abandoned: bool = False
     cancel_requested: bool = False
 
+    @property
+    def num_blocks(self) -> int:
+        """Block ids that it holds."""
+        return sum(len(group) for group in self.blocks or ())
+
 
 @dataclass
 class Handoff:
@@ -54,11 +59,19 @@ class Handoff:
     offered_at: float = 0.0
     ended: int = 0
     released: bool = False
+    lapsed: bool = False
     withdrawn: str | None = None
     claims: dict[RegistrationId, Claim] = field(default_factory=dict)
     tokens: int = 0
     size: TransferSize = field(default_factory=TransferSize)
     aliases: tuple[TransferId, ...] = ()
+
+    @property
+    def result(self) -> CloseReason:
+        """What has become of it, once all its receivers have ended."""
+        if self.tokens:
+            return CloseReason.SERVED
+        return CloseReason.EXPIRED if self.lapsed else CloseReason.RELEASED
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,22 @@ class Outcome:
 
     peer: AgentName
     answer: Finished | Refused | Cancelled
+
+
+def why_closed(reason: CloseReason, handoff: Handoff, lease: float) -> str:
+    """What those are told who ask for it later; ``lease`` is in seconds."""
+    match reason:
+        case CloseReason.EXPIRED:
+            return (
+                f"the KV was kept for {lease:g} s (kv_lease_duration) and then released"
+            )
+        case CloseReason.WITHDRAWN:
+            return handoff.withdrawn or "withdrawn"
+        case CloseReason.SERVED | CloseReason.RELEASED:
+            return (
+                "all announced receivers are served; a router that sends n > 1 must "
+                "set num_receivers"
+            )
 
 
 def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:

@@ -46,12 +46,14 @@ from .actions import (
     StartWrite,
     TransferSize,
 )
-from .claims import Claim, ClaimState, Handoff, Outcome, Stage, unfit
+from .claims import Claim, ClaimState, Handoff, Outcome, Stage, unfit, why_closed
 from .history import History
 
 HISTORY = 8192
 MAX_CLAIMS_PER_HANDOFF = 4096
 MAX_HANDOFFS = 65536
+MAX_CLAIMED_BLOCKS = 1 << 26
+"""Block ids that all claims together may hold: 256 MiB."""
 
 
 class SenderTable:
@@ -73,6 +75,7 @@ class SenderTable:
         self._outcomes: History[RegistrationId, Outcome] = History(HISTORY)
         self._closed: History[TransferId, str] = History(HISTORY)
         self._offered_at = float("-inf")
+        self._claimed_blocks = 0
 
     # ---- what the scheduler side says
 
@@ -240,6 +243,7 @@ class SenderTable:
         )
         if valid:
             handoff.tokens += claim.want.num_tokens
+        handoff.lapsed |= now > claim.lease_end
         answer = (
             Finished(msg.registration_id)
             if valid
@@ -306,6 +310,7 @@ class SenderTable:
                         claim,
                         Refused(claim.registration_id, "the lease has ended"),
                     )
+                    handoff.lapsed = True
             if now > handoff.deadline and not handoff.claims:
                 if handoff.stage is Stage.OFFERED:
                     actions += self._close(handoff, CloseReason.EXPIRED, now)
@@ -411,6 +416,9 @@ class SenderTable:
             return self._reject(peer, registration_id, handoff.withdrawn)
         if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
             return self._reject(peer, registration_id, "too many receivers")
+        if self._claimed_blocks + claim.num_blocks > MAX_CLAIMED_BLOCKS:
+            return self._reject(peer, registration_id, "too many blocks are claimed")
+        self._claimed_blocks += claim.num_blocks
         handoff.claims[registration_id] = claim
         self._claims[registration_id] = handoff.transfer_id
         if handoff.stage is not Stage.OFFERED:
@@ -474,6 +482,7 @@ class SenderTable:
         """End a claim; returns the answer to its receiver."""
         del handoff.claims[claim.registration_id]
         del self._claims[claim.registration_id]
+        self._claimed_blocks -= claim.num_blocks
         self._outcomes.put(claim.registration_id, Outcome(claim.peer, answer))
         handoff.ended += 1
         return [Send(claim.peer, answer)]
@@ -486,22 +495,11 @@ class SenderTable:
         if handoff.stage is not Stage.OFFERED:
             return []
         if handoff.released or handoff.ended >= (handoff.receivers or 1):
-            return self._close(handoff, CloseReason.SERVED, now)
+            return self._close(handoff, handoff.result, now)
         return []
 
     def _close(self, handoff: Handoff, reason: CloseReason, now: float) -> list[Action]:
-        text = {
-            CloseReason.SERVED: (
-                "all announced receivers are served; a router that sends n > 1 "
-                "must set num_receivers"
-            ),
-            CloseReason.EXPIRED: (
-                f"the KV was kept for {self._lease:g} s (kv_lease_duration) and "
-                "then released"
-            ),
-            CloseReason.WITHDRAWN: handoff.withdrawn or "withdrawn",
-        }[reason]
-        self._forget(handoff, text)
+        self._forget(handoff, why_closed(reason, handoff, self._lease))
         if handoff.offer is None:
             return []
         return [

@@ -15,7 +15,8 @@ class HandoffRecord:
 
     Attributes:
         role: ``sender`` (prefill) or ``receiver`` (decode).
-        outcome: ``served``, ``expired``, ``withdrawn``; ``received``, ``failed``,
+        outcome: of a sender ``served``, ``released`` (nobody wanted it, or got it),
+            ``expired``, ``withdrawn``; of a receiver ``received``, ``failed``,
             ``aborted``, ``not_needed``.
         cause: why it failed, if it did.
         tokens, bytes, descriptors: what was moved.
