@@ -5,8 +5,11 @@ PYTHON ?= python3
 FORK_BUILD = PYTHONPATH=tools $(PYTHON) -m fork_build
 BIN := .venv/bin
 DURATION ?= 1200
+OUTPUT ?= results/multiturn
+REPETITIONS ?= 5
 
-.PHONY: help install lint test test-full soak demo rebase-base clean check-python
+.PHONY: help install lint test test-full soak bench-multiturn demo rebase-base clean \
+  check-python
 
 help:
 	@echo 'make install             .venv with the fork installed editable'
@@ -14,6 +17,7 @@ help:
 	@echo 'make test                all tests that take part in every change'
 	@echo 'make test-full           these and the slow ones'
 	@echo 'make soak DURATION=1200  so many seconds of traffic with random faults'
+	@echo 'make bench-multiturn     conversations with and without reading KV back from D'
 	@echo 'make lint                linters, types, licence headers'
 	@echo 'make rebase-base VERSION=0.33.0   pin another base version'
 	@echo 'make clean               remove .venv, the unpacked base and build products'
@@ -37,6 +41,10 @@ test-full: install
 
 soak: install
 	@$(BIN)/python benchmarks/disagg/soak.py --duration '$(DURATION)'
+
+bench-multiturn: install
+	@$(BIN)/python benchmarks/disagg/multiturn.py --output '$(OUTPUT)' \
+	  --repetitions '$(REPETITIONS)'
 
 demo: install
 	@$(BIN)/python examples/disaggregated/disaggregated_serving/demo.py

@@ -47,10 +47,15 @@ class Round:
     leftovers: list[str] = field(default_factory=list)
 
     def succeeded(self) -> bool:
-        """Whether every answer came, was equal, and nothing is left in use."""
+        """Whether every answer came, was equal, and nothing is left in use.
+
+        Where requests are handed off, KV must have been moved too.
+        """
+        moved = [one.moved.bytes for one in self.results if one.moved is not None]
         return (
             bool(self.results)
             and not self.leftovers
+            and (not moved or sum(moved) > 0)
             and all(
                 one.answer is not None and one.equal is not False
                 for one in self.results

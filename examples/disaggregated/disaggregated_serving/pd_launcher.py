@@ -41,6 +41,7 @@ ROUTER_SCRIPTS: Mapping[Mode, str] = {
     "push": "disagg_proxy_pushconnector_demo.py",
     "pull": "disagg_proxy_demo.py",
 }
+MULTITURN_SCRIPT = "disagg_proxy_multiturn.py"
 START_TIMEOUT_S = 300.0
 ROUTER_START_TIMEOUT_S = 60.0
 
@@ -123,6 +124,12 @@ def nixl_transfer_config(mode: Mode, role: Role) -> TransferConfig:
     return transfer_config(CONNECTORS[mode], role)
 
 
+def bidirectional_transfer_config(mode: Mode, role: Role) -> TransferConfig:
+    """Return the same for engines that keep and read back conversations."""
+    extra_config = {"bidirectional_kv_xfer": True}
+    return transfer_config(CONNECTORS[mode], role, extra_config=extra_config)
+
+
 class Engine(ServerProcess):
     """One ``vllm serve`` process group on loopback.
 
@@ -161,7 +168,10 @@ class Engine(ServerProcess):
 
 
 class Router(ServerProcess):
-    """One router process in front of prefill and decode engines."""
+    """One router process in front of prefill and decode engines.
+
+    With ``multiturn`` it continues conversations.
+    """
 
     def __init__(
         self,
@@ -171,11 +181,16 @@ class Router(ServerProcess):
         decode: list[Engine],
         log_dir: Path,
         extra_arguments: tuple[str, ...] = (),
+        *,
+        multiturn: bool = False,
     ) -> None:
         (port,) = free_ports(1)
         self.mode = mode
-        script = Path(__file__).resolve().with_name(ROUTER_SCRIPTS[mode])
-        command = [sys.executable, str(script), "--host", LOOPBACK, "--port", str(port)]
+        script = MULTITURN_SCRIPT if multiturn else ROUTER_SCRIPTS[mode]
+        command = [sys.executable, str(Path(__file__).resolve().with_name(script))]
+        command += ["--host", LOOPBACK, "--port", str(port)]
+        if multiturn:
+            command += ["--mode", mode]
         command += ["--model", prefill[0].config.served_model_name]
         command += ["--prefill", *(engine.address for engine in prefill)]
         command += ["--decode", *(engine.address for engine in decode)]
@@ -237,6 +252,7 @@ def pair(
     decode_config: EngineConfig | None = None,
     connector: Callable[[Mode, Role], TransferConfig] = nixl_transfer_config,
     router_arguments: tuple[str, ...] = (),
+    multiturn: bool = False,
     start_timeout: float = START_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Iterator[Pair]:
@@ -244,6 +260,8 @@ def pair(
 
     ``connector`` gives each engine's transfer configuration from mode and role;
     ``decode_config`` lets the decode engine differ from the prefill engine.
+    ``multiturn`` takes the router that continues conversations, which needs
+    ``connector=bidirectional_transfer_config`` to be of use.
 
     Raises:
         StartError: a server did not become ready within ``start_timeout`` seconds.
@@ -255,7 +273,13 @@ def pair(
     prefill = Engine(f"{mode}-prefill", prefill_config, log_dir)
     decode = Engine(f"{mode}-decode", decode_config, log_dir)
     router = Router(
-        f"{mode}-router", mode, [prefill], [decode], log_dir, router_arguments
+        f"{mode}-router",
+        mode,
+        [prefill],
+        [decode],
+        log_dir,
+        router_arguments,
+        multiturn=multiturn,
     )
     try:
         prefill.start()

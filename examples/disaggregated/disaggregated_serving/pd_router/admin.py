@@ -12,6 +12,7 @@ from .config import (
     Mode,
     Role,
     WorkerSpec,
+    check_decode_channels,
     check_workers,
     make_side_channel,
 )
@@ -89,6 +90,8 @@ async def add_worker(router: Router, raw: bytes) -> dict[str, Any]:
         elif fields.get("side_channel") is not None:
             report_address = Address.parse(str(fields["side_channel"]), "side_channel")
         spec = WorkerSpec(role, address, channel, report_address)
+        if router.multiturn is not None:
+            check_decode_channels([spec])
     except ConfigError as error:
         raise RejectedRequest(str(error)) from error
     try:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from . import admin
 from .config import Role
+from .conversation_api import add_routes
 from .errors import Reply, RouterError
 from .rewrite import CHAT_PATH, COMPLETIONS_PATH
 from .router import Router
@@ -77,6 +78,8 @@ def build_app(router: Router) -> FastAPI:
         admin.authorize(router, request.headers)
         return JSONResponse(admin.remove_worker(router, request.query_params))
 
+    if router.multiturn is not None:
+        add_routes(app, router.multiturn)
     return app
 
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from .config import (
     Address,
     ConfigError,
+    ConversationSettings,
     Mode,
     Role,
     RouterConfig,
     SideChannel,
     Timeouts,
     WorkerSpec,
+    check_decode_channels,
     check_workers,
     make_side_channel,
 )
@@ -112,12 +114,39 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
 def parse_args(mode: Mode, argv: Sequence[str] | None = None) -> RouterConfig:
     """Read the command line; exits with a message and status 2 if it is wrong."""
     parser = build_parser(mode)
+    return _config(mode, parser, parser.parse_args(argv))
+
+
+def parse_multiturn_args(argv: Sequence[str] | None = None) -> RouterConfig:
+    """The same for a router that continues conversations."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_mode_flag(first)
+    mode = Mode(first.parse_known_args(argv)[0].mode)
+    parser = build_parser(mode)
+    _add_mode_flag(parser)
+    _add_conversation_flags(parser)
     args = parser.parse_args(argv)
+    settings = ConversationSettings(
+        ttl=args.conversation_ttl,
+        max_entries=args.max_conversations,
+        sticky_margin=args.sticky_margin,
+    )
+    return _config(mode, parser, args, settings)
+
+
+def _config(
+    mode: Mode,
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    conversations: ConversationSettings | None = None,
+) -> RouterConfig:
     # Not the flag's default, which --help would print.
     admin_key = args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None
     try:
         workers = _worker_specs(mode, args)
         check_workers(workers, need_both=admin_key is None)
+        if conversations is not None:
+            check_decode_channels(workers)
     except ConfigError as error:
         parser.error(str(error))
     return RouterConfig(
@@ -142,6 +171,44 @@ def parse_args(mode: Mode, argv: Sequence[str] | None = None) -> RouterConfig:
         health_interval=args.health_interval,
         keep_tool_choice=args.keep_tool_choice,
         log_level=args.log_level,
+        conversations=conversations,
+    )
+
+
+def _add_mode_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        choices=[str(mode) for mode in Mode],
+        default=str(Mode.PUSH),
+        help="the engines' connector: who moves the KV cache; %(default)s. It decides "
+        "on other options: see --mode pull --help",
+    )
+
+
+def _add_conversation_flags(parser: argparse.ArgumentParser) -> None:
+    default = ConversationSettings()
+    parser.add_argument(
+        "--conversation-ttl",
+        type=_positive_float,
+        default=default.ttl,
+        metavar="SECONDS",
+        help="how long an unused conversation is remembered; keep it below the "
+        "engines' decoder_kv_blocks_ttl (480 by default); %(default)s",
+    )
+    parser.add_argument(
+        "--max-conversations",
+        type=_positive_int,
+        default=default.max_entries,
+        metavar="N",
+        help="beyond it the one used longest ago is forgotten; %(default)s",
+    )
+    parser.add_argument(
+        "--sticky-margin",
+        type=_natural,
+        default=default.sticky_margin,
+        metavar="N",
+        help="a conversation leaves its decode engine while that one runs more than N "
+        "requests above the least loaded one; %(default)s",
     )
 
 

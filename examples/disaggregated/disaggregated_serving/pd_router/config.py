@@ -110,8 +110,24 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationSettings:
+    """How a router remembers conversations.
+
+    ``ttl`` is in seconds. ``sticky_margin`` is how many more legs than the least
+    loaded decode engine a conversation's own may be running.
+    """
+
+    ttl: float = 420.0
+    max_entries: int = 10_000
+    sticky_margin: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """All settings of one router process."""
+    """All settings of one router process.
+
+    Without ``conversations`` every request is served on its own.
+    """
 
     mode: Mode
     workers: tuple[WorkerSpec, ...]
@@ -127,6 +143,7 @@ class RouterConfig:
     health_interval: float = 2.0
     keep_tool_choice: bool = False
     log_level: str = "info"
+    conversations: ConversationSettings | None = None
 
 
 def check_workers(workers: Sequence[WorkerSpec], *, need_both: bool) -> None:
@@ -162,6 +179,22 @@ def check_workers(workers: Sequence[WorkerSpec], *, need_both: bool) -> None:
                     f"no --{role} worker is given; name at least one host:port, or "
                     "set --admin-key and add workers at run time"
                 )
+
+
+def check_decode_channels(workers: Sequence[WorkerSpec]) -> None:
+    """Refuse decode workers that conversations cannot be continued from.
+
+    Raises:
+        ConfigError: the side channel of a decode worker is not given.
+    """
+    for spec in workers:
+        if spec.role is Role.DECODE and spec.report_address is None:
+            raise ConfigError(
+                f"the side channel of decode {spec.address} is not given, and prefill "
+                "reads a conversation's earlier turns there; give "
+                "--decode-side-channel HOST:PORT once per --decode, in the same order, "
+                "or side_channel where the worker is added at run time"
+            )
 
 
 def make_side_channel(

@@ -7,12 +7,13 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from .config import Role, RouterConfig
+from .conversations import Key
 from .errors import Cause, HandoffError, Reply
 from .failures import decode_failure, prefill_failure
 from .legs import (
@@ -24,6 +25,7 @@ from .legs import (
     StatusError,
 )
 from .metrics import Metrics
+from .plan import Plan
 from .rewrite import prefill_body, prefill_params, with_params
 from .side_channel import SideChannelClient
 from .workers import Lease, NoWorkerError, Registry, Work, Worker
@@ -43,12 +45,13 @@ _PREFILL_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One prompt that a client wants served."""
+    """One prompt that a client wants served, perhaps as a conversation's turn."""
 
     path: str
     body: Mapping[str, Any]
     request_id: str
     headers: Mapping[str, str]
+    conversation: Key | None = None
 
     @property
     def streaming(self) -> bool:
@@ -65,6 +68,7 @@ class Attempt:
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.content: Reply | EventStream | None = None
+        self.plan = Plan()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -122,8 +126,11 @@ class Legs:
         Raises:
             HandoffError: no worker of the role is available.
         """
+        prefer = attempt.plan.prefer if role is Role.DECODE else None
         try:
-            lease = self.workers.acquire(Work(role, attempt.call.body), excluded)
+            lease = self.workers.acquire(
+                Work(role, attempt.call.body), excluded, prefer
+            )
         except NoWorkerError as error:
             raise self.none_left(attempt, role) from error
         if role is Role.PREFILL:
@@ -149,7 +156,10 @@ class Legs:
         call = attempt.call
         body = with_params(
             prefill_body(call.body, keep_tool_choice=self.config.keep_tool_choice),
-            prefill_params(attempt.transfer_id, call.body),
+            {
+                **prefill_params(attempt.transfer_id, call.body),
+                **attempt.plan.prefill_params(),
+            },
         )
         with self._timed(Role.PREFILL) as result:
             try:
@@ -165,6 +175,7 @@ class Legs:
                 logger.warning("%s prefill leg failed: %s", attempt, error)
                 raise prefill_failure(error, attempt.transfer_id) from error
             result.value = "ok"
+            attempt.plan.prefilled(reply)
             return reply
 
     @asynccontextmanager
@@ -179,7 +190,10 @@ class Legs:
             RouterError: the leg failed before there was an answer.
         """
         call = attempt.call
-        body = call.body if params is None else with_params(call.body, params)
+        body = call.body
+        if params is not None:
+            added = attempt.plan.decode_params(worker)
+            body = with_params(body, {**params, **added})
         with self._timed(Role.DECODE) as result:
             try:
                 content = await self._backend.open(
@@ -196,6 +210,11 @@ class Legs:
                     error, attempt.transfer_id, handoff=params is not None
                 ) from error
             attempt.content = content
+            attempt.plan.answered()
+            if isinstance(content, Reply):
+                attempt.plan.finished(content)
+            else:
+                content.on_completed = lambda: attempt.plan.finished(None)
             try:
                 yield Answer(attempt, content)
             finally:
@@ -242,11 +261,16 @@ class _LegTimer:
         self._metrics.leg(str(self._role), self.value, time.monotonic() - self._started)
 
 
+Planner: TypeAlias = Callable[[Attempt], Plan]
+"""Makes the plan of an attempt that is about to begin."""
+
+
 class Dispatcher(ABC):
     """A way of serving a call. Leaving ``open`` ends every leg still running."""
 
-    def __init__(self, legs: Legs) -> None:
+    def __init__(self, legs: Legs, planner: Planner | None = None) -> None:
         self.legs = legs
+        self._planner = planner
 
     @abstractmethod
     async def attempt(
@@ -269,6 +293,9 @@ class Dispatcher(ABC):
         for left in range(self.legs.config.retries, -1, -1):
             attempt = Attempt(call)
             async with AsyncExitStack() as stack:
+                if self._planner is not None:
+                    attempt.plan = self._planner(attempt)
+                stack.callback(attempt.plan.end)
                 try:
                     answer = await self.attempt(attempt, excluded, stack)
                 except HandoffError as error:

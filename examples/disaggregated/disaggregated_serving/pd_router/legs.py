@@ -2,7 +2,7 @@
 """One leg: a request to an engine, read whole or event by event."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -47,6 +47,7 @@ _NOT_FORWARDED = frozenset(
         "transfer-encoding",
         "upgrade",
         "x-admin-key",
+        "x-conversation-id",
         # A rank of one engine means nothing to the other.
         "x-data-parallel-rank",
         "x-request-id",
@@ -113,7 +114,10 @@ def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class EventStream:
-    """An engine's stream, committed once its first real event is there."""
+    """An engine's stream, committed once its first real event is there.
+
+    ``on_completed`` is called before the final event is given out.
+    """
 
     def __init__(
         self, worker: Worker, response: aiohttp.ClientResponse, idle: float
@@ -123,6 +127,7 @@ class EventStream:
         self.headers = forwarded(response.headers)
         self.content_type = response.headers["Content-Type"]
         self.completed = False
+        self.on_completed: Callable[[], None] | None = None
         self._response = response
         self._idle = idle
         self._framer = Framer()
@@ -199,8 +204,10 @@ class EventStream:
             if kind is Kind.ERROR:
                 del batch[position + 1 :]
                 return True
-            if kind is Kind.DONE:
+            if kind is Kind.DONE and not self.completed:
                 self.completed = True
+                if self.on_completed:
+                    self.on_completed()
         return False
 
     async def _read(self, limit: float | None) -> tuple[list[bytes], bool]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import Mode, Role, RouterConfig
+from .conversation_api import take_key
+from .conversation_metrics import ConversationCollector
 from .dispatch import Call, Dispatcher, Legs, LocalDispatcher
 from .errors import (
     BackendRejection,
@@ -24,6 +26,7 @@ from .health import HealthMonitor
 from .legs import Backend, LegError, forwarded
 from .many import relay_many
 from .metrics import Metrics
+from .multiturn import Multiturn
 from .prompts import Merger, split
 from .pull import PullDispatcher
 from .push import PushDispatcher
@@ -65,10 +68,20 @@ class Router:
         self._side_channels = SideChannelClient(
             None if token_file is None else Token.load(token_file)
         )
+        self.multiturn: Multiturn | None = None
+        if config.conversations is not None:
+            self.multiturn = Multiturn(
+                config.conversations, self.workers, self._side_channels
+            )
+            self.metrics.registry.register(
+                ConversationCollector(config.mode, self.multiturn)
+            )
         legs = Legs(
             config, self.workers, self._backend, self.metrics, self._side_channels
         )
-        self._dispatcher = DISPATCHERS[config.mode](legs)
+        self._dispatcher = DISPATCHERS[config.mode](
+            legs, self.multiturn.plan if self.multiturn else None
+        )
         self._local = LocalDispatcher(legs)
         self._monitor: asyncio.Task[None] | None = None
 
@@ -84,6 +97,8 @@ class Router:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._monitor
         await self._backend.stop()
+        if self.multiturn:
+            await self.multiturn.stop()
         self._side_channels.close()
 
     def respond(
@@ -145,6 +160,9 @@ class Router:
         if self.in_flight.draining:
             raise HandoffError(Cause.SHUTDOWN, "the router is shutting down")
         body = self._checked(raw)
+        conversation = (
+            take_key(self.multiturn, body, headers) if self.multiturn else None
+        )
         dispatcher: Dispatcher = self._dispatcher
         parts = [body]
         if needs_local_prefill(path, body):
@@ -158,10 +176,11 @@ class Router:
                 param="prompt",
             )
         passed_on = forwarded(headers)
-        calls = [Call(path, part, request_id, passed_on) for part in parts]
-        if len(calls) == 1:
-            await relay_one(dispatcher, calls[0], client)
+        if len(parts) == 1:
+            call = Call(path, parts[0], request_id, passed_on, conversation)
+            await relay_one(dispatcher, call, client)
         else:
+            calls = [Call(path, part, request_id, passed_on) for part in parts]
             merger = Merger(body, f"cmpl-{request_id}")
             await relay_many(
                 dispatcher, calls, merger, client, self.config.split_concurrency

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 
 from .app import build_app
-from .arguments import parse_args
+from .arguments import parse_args, parse_multiturn_args
 from .config import ConfigError, Mode, RouterConfig
 from .router import Router
 
@@ -100,7 +100,15 @@ def build_server(config: RouterConfig) -> DrainingServer:
 
 def main(mode: Mode, argv: Sequence[str] | None = None) -> int:
     """Run a router until it is told to stop; returns the exit status."""
-    config = parse_args(mode, argv)
+    return _run(parse_args(mode, argv))
+
+
+def main_multiturn(argv: Sequence[str] | None = None) -> int:
+    """The same for a router that continues conversations, in the mode it is given."""
+    return _run(parse_multiturn_args(argv))
+
+
+def _run(config: RouterConfig) -> int:
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -112,7 +120,7 @@ def main(mode: Mode, argv: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE
     logger.info(
         "%s router on http://%s:%d, %d worker(s)",
-        mode,
+        config.mode,
         config.host,
         config.port,
         len(config.workers),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines what became of a hand-off.
+"""Asks engines what became of a hand-off, and tells them what to let go of.
 
 The few messages are spelled out here because the package that defines them loads
 the whole engine: hundreds of megabytes that a router has no other use for.
@@ -40,6 +40,10 @@ class UnansweredError(Exception):
 
 
 class _GetFailure(msgspec.Struct, frozen=True, array_like=True, tag="get_failure"):
+    transfer_id: str
+
+
+class _Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     transfer_id: str
 
 
@@ -131,23 +135,19 @@ class SideChannelClient:
         Raises:
             UnansweredError: no usable answer within ``ANSWER_SECONDS``.
         """
+        report = await self._report(address, _GetFailure(transfer_id))
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                payload = await self._exchange(address, _GetFailure(transfer_id))
-        except TimeoutError as error:
-            raise UnansweredError(
-                f"no answer within {ANSWER_SECONDS:g} s; is the address right, and "
-                "--side-channel-token-file the engines' own?"
-            ) from error
-        except (OSError, UnicodeError, zmq.ZMQError) as error:
-            raise UnansweredError(str(error)) from error
-        try:
-            answer = _answer_decoder.decode(payload)
-            if isinstance(answer, _Error):
-                raise UnansweredError(_line(answer.reason))
-            return _record_decoder.decode(answer.json)
+            return _record_decoder.decode(report)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UnansweredError(f"the answer is no record: {error}") from error
+
+    async def release(self, address: Address, transfer_id: str) -> None:
+        """Let an engine drop what it keeps of a turn; it does so at its next step.
+
+        Raises:
+            UnansweredError: no usable answer within ``ANSWER_SECONDS``.
+        """
+        await self._report(address, _Release(transfer_id))
 
     def close(self) -> None:
         """Abandon what is under way."""
@@ -168,6 +168,25 @@ class SideChannelClient:
             return None
         text = record.cause or f"the hand-off's outcome is {record.outcome!r}"
         return f"{worker.role} engine: {_line(text)}"
+
+    async def _report(self, address: Address, question: msgspec.Struct) -> bytes:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                payload = await self._exchange(address, question)
+        except TimeoutError as error:
+            raise UnansweredError(
+                f"no answer within {ANSWER_SECONDS:g} s; is the address right, and "
+                "--side-channel-token-file the engines' own?"
+            ) from error
+        except (OSError, UnicodeError, zmq.ZMQError) as error:
+            raise UnansweredError(str(error)) from error
+        try:
+            answer = _answer_decoder.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UnansweredError(f"the answer is no report: {error}") from error
+        if isinstance(answer, _Error):
+            raise UnansweredError(_line(answer.reason))
+        return answer.json
 
     async def _exchange(self, address: Address, question: msgspec.Struct) -> bytes:
         endpoint = await _endpoint(address)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The known workers, their load and health, and the choice among them."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from .config import Address, Role, WorkerSpec
 
@@ -109,6 +109,10 @@ class NoWorkerError(Exception):
         self.role = role
 
 
+Preference: TypeAlias = Callable[[Sequence[Worker]], Worker | None]
+"""Picks one of several workers, or leaves the choice to their load."""
+
+
 class Lease:
     """A worker's load for the length of one leg; releasing twice is harmless."""
 
@@ -165,6 +169,10 @@ class Registry:
         """
         return self._workers.pop((role, address))
 
+    def get(self, role: Role, address: Address) -> Worker | None:
+        """The worker of a role that listens there, if it is known."""
+        return self._workers.get((role, address))
+
     def healthy(self, role: Role) -> list[Worker]:
         """The workers of a role that can be chosen now."""
         return [w for w in self if w.role is role and w.healthy]
@@ -173,8 +181,13 @@ class Registry:
         """Whether a request could be served: both roles have a healthy worker."""
         return all(self.healthy(role) for role in Role)
 
-    def acquire(self, work: Work, excluded: Collection[Worker] = ()) -> Lease:
-        """Choose the least loaded worker and count the work in.
+    def acquire(
+        self,
+        work: Work,
+        excluded: Collection[Worker] = (),
+        prefer: Preference | None = None,
+    ) -> Lease:
+        """Choose the preferred or the least loaded worker and count the work in.
 
         Among equals the one chosen longest ago wins.
 
@@ -184,9 +197,11 @@ class Registry:
         candidates = [w for w in self.healthy(work.role) if w not in excluded]
         if not candidates:
             raise NoWorkerError(work.role)
-        best = min(
-            candidates, key=lambda w: (self._scorer.score(w, work), w.last_picked)
-        )
+        best = prefer(candidates) if prefer else None
+        if best is None:
+            best = min(
+                candidates, key=lambda w: (self._scorer.score(w, work), w.last_picked)
+            )
         best.picked += 1
         best.last_picked = next(self._clock)
         return Lease(best, self._scorer.cost(work))

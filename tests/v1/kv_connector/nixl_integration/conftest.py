@@ -14,7 +14,14 @@ import pytest_asyncio
 
 from handoff_client import REQUEST_TIMEOUT_S, Client, assert_clean
 from handoff_engines import EngineRoom, engines_lock, log_tails
-from handoff_workload import References, all_asks
+from handoff_workload import (
+    Ask,
+    References,
+    Tokens,
+    all_asks,
+    conversations,
+    said,
+)
 from pd_launcher import Engine, Mode, Pair
 
 _HERE = Path(__file__).resolve().parent
@@ -91,8 +98,25 @@ def references(room: EngineRoom) -> References:
 
 async def _ask_single(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
     async with _session() as session:
-        answers = await Client(session).answers(engine, all_asks(), REFERENCES_AT_ONCE)
-    return {ask.prompt: tokens for ask, tokens in answers}
+        client = Client(session)
+        found = await client.answers(engine, all_asks(), REFERENCES_AT_ONCE)
+        answers = {ask.prompt: tokens for ask, tokens in found}
+        talks = (_converse(client, engine, name) for name in conversations())
+        for talk in await asyncio.gather(*talks):
+            answers.update(talk)
+    return answers
+
+
+async def _converse(
+    client: Client, engine: Engine, conversation: str
+) -> dict[Tokens, Tokens]:
+    answers: dict[Tokens, Tokens] = {}
+    history: Tokens = ()
+    for words_said in said(conversation):
+        prompt = history + words_said
+        answers[prompt] = await client.answer(engine, Ask(prompt))
+        history = prompt + answers[prompt]
+    return answers
 
 
 def _session() -> aiohttp.ClientSession:

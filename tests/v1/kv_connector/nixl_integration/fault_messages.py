@@ -27,6 +27,7 @@ from fault_scenarios import (
 from handoff_client import side_channel_address
 from pd_launcher import Mode
 from pd_processes import LOOPBACK, free_ports
+from v1.kv_connector.unit.nixl.arena import NoReports
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Agent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
@@ -347,21 +348,10 @@ def _foreign_agent(info: RankInfo) -> Iterator[tuple[Agent, RankInfo]]:
         agent.close()
 
 
-class _NoReports:
-    def integrity(self) -> object:
-        return None
-
-    def handoffs(self) -> object:
-        return None
-
-    def failure(self, transfer_id: TransferId) -> object:
-        return None
-
-
 @contextlib.contextmanager
 def _side_channel(rank: bytes, token: Token | None) -> Iterator[Address]:
     address = (LOOPBACK, free_ports(1)[0])
-    server = SideChannelServer(address, [rank], _NoReports(), token)
+    server = SideChannelServer(address, [rank], NoReports(), token)
     try:
         yield address
     finally:

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import (
     AgentError,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     NixlConnectorMetadata,
 )
@@ -32,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import Ac
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName, Mode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import CacheLayout
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Facts
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
@@ -323,8 +324,8 @@ class FaultyAgent(Agent):
 class _CutHandshakes(HandshakeClient):
     """Handshakes that meet silence while the network is cut."""
 
-    def __init__(self, faults: Faults, timeout: float, whole: HandshakeClient) -> None:
-        super().__init__(timeout, whole._token)
+    def __init__(self, faults: Faults, timeout: float, token: Token | None) -> None:
+        super().__init__(timeout, token)
         self._faults = faults
         self._seconds = timeout
         self._silent: dict[Address, float] = {}
@@ -353,8 +354,8 @@ class _CutHandshakes(HandshakeClient):
 class _CarelessReceiver(ReceiverTable):
     """Gives blocks back that a silent peer may still write to, if so planned."""
 
-    def __init__(self, faults: Faults, mode: Mode) -> None:
-        super().__init__(mode, REPEAT_SECONDS)
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(REPEAT_SECONDS)
         self._faults = faults
 
     def peer_lost(self, peer: AgentName, reason: str, now: float) -> list[Action]:
@@ -389,10 +390,11 @@ class FaultyWorker(NixlWorker):
     ) -> TransferLoop:
         loop = super()._make_loop(layout, publish)
         faults = Faults()
-        loop._receiver = _CarelessReceiver(faults, self._mode)
-        connections = loop._connections
-        connections._handshakes = _CutHandshakes(
-            faults, self._config.handshake_timeout, connections._handshakes
+        loop._receiver = _CarelessReceiver(faults)
+        loop._connections._handshakes = _CutHandshakes(
+            faults,
+            self._config.handshake_timeout,
+            Token.load(self._config.side_channel_token_file),
         )
         return loop
 

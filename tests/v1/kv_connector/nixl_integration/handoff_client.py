@@ -19,6 +19,7 @@ from handoff_engines import side_channel_params
 from handoff_workload import Ask, Tokens, words
 from pd_launcher import Engine, Mode, Pair
 from pd_processes import ServerProcess
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 
 MODEL = "model"
 COMPLETIONS = "/v1/completions"
@@ -126,6 +127,11 @@ class Client:
             except ValueError:
                 return Reply(response.status, text)
 
+    async def delete(self, server: ServerProcess, path: str) -> Reply:
+        """Send a request to delete something and read its whole response."""
+        async with self._session.delete(server.url + path) as response:
+            return Reply(response.status, await response.json())
+
     async def stream(
         self, server: ServerProcess, body: Body, path: str = COMPLETIONS, cut: int = -1
     ) -> str:
@@ -228,20 +234,26 @@ def side_channel_address(engine: Engine) -> tuple[str, int]:
     return engine.host, engine.side_channel_port
 
 
-async def integrity(engine: Engine) -> dict[str, Any]:
+async def integrity(engine: Engine, token: Token | None = None) -> dict[str, Any]:
     """What ``engine`` says that its blocks are held by."""
-    return await asyncio.to_thread(kv_integrity.integrity, side_channel_address(engine))
+    return await asyncio.to_thread(
+        kv_integrity.integrity, side_channel_address(engine), token=token
+    )
 
 
-async def handoffs(engine: Engine, transfer_id: str = "") -> list[dict[str, Any]]:
+async def handoffs(
+    engine: Engine, transfer_id: str = "", token: Token | None = None
+) -> list[dict[str, Any]]:
     """The latest finished hand-offs, or those of one ``transfer_id``."""
     records = await asyncio.to_thread(
-        kv_integrity.handoffs, side_channel_address(engine)
+        kv_integrity.handoffs, side_channel_address(engine), token=token
     )
     return [r for r in records if transfer_id in ("", r["transfer_id"])]
 
 
-async def wait_handoff(engine: Engine, transfer_id: str) -> dict[str, Any]:
+async def wait_handoff(
+    engine: Engine, transfer_id: str, token: Token | None = None
+) -> dict[str, Any]:
     """The record of one hand-off, as soon as it is over.
 
     Raises:
@@ -249,32 +261,33 @@ async def wait_handoff(engine: Engine, transfer_id: str) -> dict[str, Any]:
     """
     deadline = time.monotonic() + CLEAN_TIMEOUT_S
     while time.monotonic() < deadline:
-        found = await handoffs(engine, transfer_id)
+        found = await handoffs(engine, transfer_id, token)
         if found:
             return found[-1]
         await asyncio.sleep(POLL_S)
     raise AssertionError(
         f"{engine.name} has not finished hand-off {transfer_id} within "
-        f"{CLEAN_TIMEOUT_S:.0f} s: {await integrity(engine)}"
+        f"{CLEAN_TIMEOUT_S:.0f} s: {await integrity(engine, token)}"
     )
 
 
-async def assert_clean(client: Client, pair: Pair) -> None:
+async def assert_clean(client: Client, pair: Pair, token: Token | None = None) -> None:
     """Both engines hold nothing, are alive and answer."""
-    await asyncio.gather(
-        *(_assert_clean(client, engine) for engine in (pair.prefill, pair.decode))
-    )
+    engines = (pair.prefill, pair.decode)
+    await asyncio.gather(*(_assert_clean(client, engine, token) for engine in engines))
 
 
-async def _assert_clean(client: Client, engine: Engine) -> None:
+async def _assert_clean(client: Client, engine: Engine, token: Token | None) -> None:
     address = side_channel_address(engine)
     deadline = time.monotonic() + CLEAN_TIMEOUT_S
     while True:
-        await asyncio.to_thread(kv_integrity.wait_released, address, NUDGE_EVERY_S)
+        await asyncio.to_thread(
+            kv_integrity.wait_released, address, NUDGE_EVERY_S, token
+        )
         # Also where nothing is held: this shows that the engine still works.
         await client.nudge(engine)
         document = await asyncio.to_thread(
-            kv_integrity.wait_released, address, NUDGE_EVERY_S
+            kv_integrity.wait_released, address, NUDGE_EVERY_S, token
         )
         if kv_integrity.released(document):
             break

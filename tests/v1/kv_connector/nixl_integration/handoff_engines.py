@@ -42,7 +42,8 @@ BLOCK_BYTES = 2 * 4 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * BLOCK_SIZE
 MAX_BATCHED_TOKENS = 512
 # Room for three of the longest prompts at a time: the caches run full.
 NUM_BLOCKS = 320
-LEASE_S = 6.0
+LEASE_S = 9.0
+"""Longer than the base's worker may miss a step that it was not woken for: 5 s."""
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
 LOCK_TIMEOUT_S = 1800.0
 ROUTER_TIMEOUT_S = 60.0
@@ -89,6 +90,8 @@ def engine_config(name: str) -> EngineConfig:
             )
         case ["multi"]:
             return replace(base, transfer_config=_multi(own, role))
+        case ["turns"]:
+            return _conversing(replace(base, transfer_config=own), role)
         case ["noisy"]:
             return replace(
                 base,
@@ -96,6 +99,23 @@ def engine_config(name: str) -> EngineConfig:
                 environment=MappingProxyType({"PYTHONPATH": _python_path()}),
             )
     raise ValueError(f"no engine is called {name!r}")
+
+
+def _conversing(config: EngineConfig, role: Role) -> EngineConfig:
+    """Keeps and reads back conversations; the prefill side caches nothing itself."""
+    assert config.transfer_config is not None
+    extra = {
+        **config.transfer_config["kv_connector_extra_config"],
+        "bidirectional_kv_xfer": True,
+    }
+    caching = () if role == "kv_consumer" else ("--no-enable-prefix-caching",)
+    return replace(
+        config,
+        transfer_config={**config.transfer_config, "kv_connector_extra_config": extra},
+        extra_arguments=(*config.extra_arguments, *caching),
+        # Offers /reset_prefix_cache.
+        environment=MappingProxyType({"VLLM_SERVER_DEV_MODE": "1"}),
+    )
 
 
 def _multi(own: TransferConfig, role: Role) -> TransferConfig:
@@ -144,7 +164,10 @@ class EngineRoom:
         if self._router is None or self._router[0] != key:
             self._stop_router()
             name = self._log_name(f"{mode}-router")
-            router = Router(name, mode, [first], [second], self.log_dir)
+            multiturn = prefill.endswith("-turns")
+            router = Router(
+                name, mode, [first], [second], self.log_dir, multiturn=multiturn
+            )
             self._router = (key, router)
             router.start()
             router.wait_ready(ROUTER_TIMEOUT_S)

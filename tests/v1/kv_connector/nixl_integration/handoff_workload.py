@@ -105,6 +105,32 @@ def fresh(group: str) -> tuple[Tokens, ...]:
     return tuple(tuple(random_prompt(n, rng, SPEC)) for n in _FRESH[group])
 
 
+# How many tokens a client adds in each turn of a conversation.
+_CONVERSATIONS: dict[str, tuple[int, ...]] = {
+    "whole": (200, 90, 33, 150, 64, 71),
+    "streamed": (70, 100, 31, 200, 80, 65),
+    "edited": (300, 80, 80),
+    "restarted": (150, 90, 90),
+    "threshold": (130, 60),
+    "routed": (250, 70, 100, 40),
+    **{f"crowd{i}": (400 + 40 * i, 120, 100) for i in range(16)},
+}
+
+
+def conversations() -> tuple[str, ...]:
+    """The names of all conversations."""
+    return tuple(_CONVERSATIONS)
+
+
+@cache
+def said(conversation: str) -> tuple[Tokens, ...]:
+    """What the client of a conversation says, turn by turn."""
+    rng = random.Random(f"conversation {conversation}")
+    return tuple(
+        tuple(random_prompt(n, rng, SPEC)) for n in _CONVERSATIONS[conversation]
+    )
+
+
 def all_asks() -> list[Ask]:
     """Whatever a test may compare."""
     prompts = dict.fromkeys(ask.prompt for ask in served())
@@ -139,6 +165,15 @@ class References:
     def expected(self, prompt: Sequence[int], max_tokens: int = MAX_TOKENS) -> Tokens:
         """The answer of the single engine."""
         return self.answers[tuple(prompt)][:max_tokens]
+
+    def turns(self, conversation: str) -> list[Tokens]:
+        """The prompts of a conversation, each with all that was said before it."""
+        prompts: list[Tokens] = []
+        history: Tokens = ()
+        for words_said in said(conversation):
+            prompts.append(history + words_said)
+            history = prompts[-1] + self.expected(prompts[-1])
+        return prompts
 
     def check(self, ask: Ask, got: Tokens) -> str | None:
         """Say what is wrong with an answer, or return ``None``.

@@ -98,7 +98,7 @@ async def test_client_hangs_up_after_registration(
     for prompt in fresh("late"):
         async with _asking(client.answer(pair.router, Ask(prompt))) as task:
             if mode == "push":
-                seen += await _wait_table(pair.decode, "decode_attempts", task)
+                seen += await _wait_table(pair.decode, "loads", task)
             else:
                 seen += await _wait_table(pair.prefill, "prefill_waiting", task)
         await assert_clean(client, pair)

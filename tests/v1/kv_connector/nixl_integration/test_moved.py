@@ -134,5 +134,5 @@ async def test_full_hit_is_told(
     assert decode.tokens == references.expected(prompt)
     assert taken["outcome"] == "not_needed", taken
     # Not "expired": P has heard of it and not waited for the lease to end.
-    assert given["outcome"] == "served", given
+    assert given["outcome"] == "released", given
     assert given["tokens"] == given["bytes"] == 0, given

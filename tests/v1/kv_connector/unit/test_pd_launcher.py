@@ -19,7 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import pd_launcher
 from pd_client import Ask, send
-from pd_launcher import Engine, EngineConfig, Router, nixl_transfer_config
+from pd_launcher import (
+    Engine,
+    EngineConfig,
+    Router,
+    bidirectional_transfer_config,
+    nixl_transfer_config,
+)
 from pd_processes import (
     ServerProcess,
     Stage,
@@ -29,7 +35,7 @@ from pd_processes import (
     stop_all,
     wait_all_ready,
 )
-from pd_router.arguments import parse_args
+from pd_router.arguments import parse_args, parse_multiturn_args
 from pd_router.config import Mode as RouterMode
 from tiny_model import (
     as_text,
@@ -241,19 +247,24 @@ def test_engine_command_and_environment(
     assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(engine.side_channel_port)
 
 
+@pytest.mark.parametrize("multiturn", [False, True])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_the_router_accepts_its_command_line(
-    tmp_path: Path, mode: pd_launcher.Mode
+    tmp_path: Path, mode: pd_launcher.Mode, multiturn: bool
 ) -> None:
     config = EngineConfig(model="/models/m", served_model_name="m")
     prefill, decode = (
         [Engine(f"{role}{index}", config, tmp_path) for index in range(2)]
         for role in ("p", "d")
     )
-    router = Router("r", mode, prefill, decode, tmp_path)
+    router = Router("r", mode, prefill, decode, tmp_path, multiturn=multiturn)
 
     assert Path(router.command[1]).is_file()
-    parsed = parse_args(RouterMode(mode), router.command[2:])
+    if multiturn:
+        parsed = parse_multiturn_args(router.command[2:])
+    else:
+        parsed = parse_args(RouterMode(mode), router.command[2:])
+    assert (parsed.mode, parsed.conversations is not None) == (mode, multiturn)
     assert parsed.port == router.port
     assert parsed.model == "m"
     addresses = [str(worker.address) for worker in parsed.workers]
@@ -267,6 +278,13 @@ def test_the_router_accepts_its_command_line(
             if worker.side_channel is not None
         ]
         assert ports == [engine.side_channel_port for engine in prefill]
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_engines_of_conversations_are_told_to_keep_them(mode: pd_launcher.Mode) -> None:
+    plain = nixl_transfer_config(mode, "kv_consumer")
+    extra = {"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}
+    assert bidirectional_transfer_config(mode, "kv_consumer") == {**plain, **extra}
 
 
 @pytest.mark.distributed

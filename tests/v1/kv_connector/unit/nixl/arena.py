@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Command,
     Expect,
+    Keep,
     Receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConnectorConfig
@@ -46,6 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import Tran
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     PROTOCOL_VERSION,
     Hello,
+    Kept,
     Message,
     Packet,
     RankInfo,
@@ -81,6 +83,12 @@ class NoReports:
         return []
 
     def failure(self, transfer_id: TransferId) -> object:
+        return None
+
+    def lookup(self, transfer_id: TransferId) -> tuple[Kept, ...]:
+        return ()
+
+    def release(self, transfer_id: TransferId) -> object:
         return None
 
 
@@ -145,7 +153,7 @@ class Rank(Memory):
         self.events: list[Event] = []
         self.tables: dict[str, int] = {}
         self.loop = TransferLoop(
-            CONFIG, mode, self.agent, self.info, token, self._take, time.monotonic
+            CONFIG, self.agent, self.info, token, self._take, time.monotonic
         )
         self.address = free_address()
         self._server = SideChannelServer(
@@ -213,7 +221,10 @@ def run(
 
 
 def request(
-    transfer_id: TransferId, blocks: npt.NDArray[np.int32], timeout: float = PATIENCE_S
+    transfer_id: TransferId,
+    blocks: npt.NDArray[np.int32],
+    mode: Mode,
+    timeout: float = PATIENCE_S,
 ) -> ReceiveRequest:
     """An attempt to obtain a whole prompt into ``blocks``."""
     tokens = len(blocks) * BLOCK_TOKENS
@@ -223,6 +234,7 @@ def request(
         Want(tokens, 0, tokens, b"digest"),
         (blocks,),
         timeout,
+        mode,
     )
 
 
@@ -234,6 +246,11 @@ def offer(transfer_id: TransferId, blocks: npt.NDArray[np.int32]) -> PendingOffe
     )
 
 
+def keep(name: TransferId, blocks: npt.NDArray[np.int32]) -> Keep:
+    """KV of as many tokens as fill ``blocks``, for later turns."""
+    return Keep(Offer(name, 1, len(blocks) * BLOCK_TOKENS, b"", (blocks,)))
+
+
 def hand_off(
     source: Rank, sink: Rank, name: str, others: Iterable[Stranger] = ()
 ) -> None:
@@ -242,7 +259,7 @@ def hand_off(
     rng = np.random.default_rng(len(name))
     here, there = (rng.permutation(NUM_BLOCKS)[:6].astype(np.int32) for _ in range(2))
     source.pages[:, here] = rng.integers(0, 256, (LAYERS, 6, PAGE_BYTES))
-    wanted = request(transfer_id, there)
+    wanted = request(transfer_id, there, sink.mode)
     source.step(Expect(transfer_id, 1, ()), offer(transfer_id, here))
     sink.step(Receive(wanted, source.address))
 

@@ -2,6 +2,7 @@
 """The parts of an engine that the scheduler side works with, real but small."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -25,6 +26,13 @@ ABORTED = RequestStatus.FINISHED_ABORTED
 
 def pool() -> BlockPool:
     return BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+
+
+def manager(blocks: BlockPool) -> Any:
+    """What the connector uses of the engine's cache manager."""
+    return SimpleNamespace(
+        block_pool=blocks, reset_prefix_cache=blocks.reset_prefix_cache
+    )
 
 
 def request(

@@ -139,6 +139,8 @@ def _planned(case: Case) -> Iterator[Step]:
     for transfer_id in case.to_expect:
         yield f"expect {transfer_id}", None, partial(_expect, transfer_id=transfer_id)
     for planned in case.to_start:
+        if not case.simulation.startable(planned.transfer_id):
+            continue
         label = f"start {planned.registration_id}"
         yield label, None, partial(_start, planned=planned)
 
@@ -163,6 +165,8 @@ def _moves(simulation: Simulation) -> Iterator[Step]:
     for transfer_id, prefill in simulation.prefills.items():
         if not prefill.blocks:
             yield f"offer {transfer_id}", None, _do("offer", transfer_id)
+    for label, method, arguments in simulation.own_moves():
+        yield label, None, _do(method, *arguments)
     for index, label in _distinct(simulation):
         yield f"deliver {label}", None, _do("deliver", index)
     for index, write in enumerate(simulation.writes):
@@ -224,7 +228,7 @@ def _distinct(simulation: Simulation) -> Iterator[tuple[int, str]]:
             yield index, f"{name} to {envelope.target}"
 
 
-_IGNORED = {"started_at", "offered_at", "size", "tokens", "trace", "now"}
+_IGNORED = {"started_at", "offered_at", "kept_at", "size", "tokens", "trace", "now"}
 """What has no influence on what may happen."""
 
 

@@ -8,11 +8,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Report,
     Send,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import KeptTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
+    TransferId,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Done,
     ReadConfirmed,
@@ -66,3 +70,24 @@ class TrustsTheLastPiece(ReceiverTable):
         if msg.total:
             return self.finished(peer, msg.registration_id, now)
         return super().piece(peer, msg, now)
+
+
+class ClosesUnderReaders(KeptTable):
+    """Takes an order to retire for the end."""
+
+    def retire(self, name: TransferId, now: float) -> list[Action]:
+        entry = self._entries.get(name)
+        for lease in list(entry.leases.values()) if entry else ():
+            self._end(self._entries[name], lease, False)
+        return super().retire(name, now)
+
+
+class ConfirmsLateReads(KeptTable):
+    """Says yes to a READ whose lease has ended."""
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        yes = Send(peer, ReadConfirmed(msg.registration_id, ok=msg.ok))
+        return [
+            yes if isinstance(action, Send) else action
+            for action in super().read_done(peer, msg, now)
+        ]

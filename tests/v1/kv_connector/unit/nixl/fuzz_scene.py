@@ -155,5 +155,5 @@ def packet(body: Message, hello: Hello | None = None) -> bytes:
     return encode(Packet(PROTOCOL_VERSION, hello, body))
 
 
-def attempt(timeout: float = 240.0) -> ReceiveRequest:
-    return ReceiveRequest(REGISTRATION, TRANSFER, WANT, (BLOCKS,), timeout)
+def attempt(mode: Mode, timeout: float = 240.0) -> ReceiveRequest:
+    return ReceiveRequest(REGISTRATION, TRANSFER, WANT, (BLOCKS,), timeout, mode)

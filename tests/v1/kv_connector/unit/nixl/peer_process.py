@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from v1.kv_connector.unit.nixl.arena import Rank, offer, request
+from v1.kv_connector.unit.nixl.arena import Rank, keep, offer, request
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import Expect, Receive
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import Address
@@ -73,6 +73,10 @@ class PeerProcess:
         """A decode request is allocated blocks there."""
         self.tell("receive", transfer_id, blocks, port)
 
+    def keep(self, name: TransferId, blocks: list[int]) -> None:
+        """KV with the same content is kept there."""
+        self.tell("keep", name, blocks)
+
     def kill(self) -> None:
         """End it; it stays a zombie."""
         self._process.kill()
@@ -107,9 +111,12 @@ def _obey(rank: Rank, order: list[object]) -> None:
     if order[0] == "offer":
         rank.pages[:, blocks] = blocks[None, :, None]
         rank.step(offer(transfer_id, blocks))
+    elif order[0] == "keep":
+        rank.pages[:, blocks] = blocks[None, :, None]
+        rank.step(keep(transfer_id, blocks))
     else:
         address = ("127.0.0.1", int(str(order[3])))
-        rank.step(Receive(request(transfer_id, blocks), address))
+        rank.step(Receive(request(transfer_id, blocks, rank.mode), address))
 
 
 def main(mode: str, engine_id: str) -> None:

@@ -4,7 +4,7 @@
 Nothing happens by itself: each method is one thing that may happen next.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,7 +86,7 @@ class Simulation(GroundTruth):
             AgentName(f"P{rank}"): sender(LEASE, BLOCK) for rank in range(prefill_ranks)
         }
         self.receivers = {
-            AgentName(f"D{index}"): receiver(mode, REPEAT) for index in range(decodes)
+            AgentName(f"D{index}"): receiver(REPEAT) for index in range(decodes)
         }
         super().__init__(mode, tuple(self.senders), tuple(self.receivers))
         self.generation = 0
@@ -140,7 +140,15 @@ class Simulation(GroundTruth):
                     del self.leases[key]
             self._perform(name, sender.withdraw(transfer_id, "aborted", self.now))
 
+    def own_moves(self) -> Iterator[tuple[str, str, tuple[object, ...]]]:
+        """What only a kind of simulation can do next: a label, a method, arguments."""
+        return iter(())
+
     # ---- the decode engines' schedulers
+
+    def startable(self, transfer_id: TransferId) -> bool:
+        """Whether a decode engine can know of it."""
+        return True
 
     def start(
         self,
@@ -164,6 +172,7 @@ class Simulation(GroundTruth):
             Want(PROMPT, first, PROMPT - first, transfer_id.encode()),
             (np.asarray(blocks, dtype=np.int32),),
             TIMEOUT,
+            self.mode,
         )
         self.attempts[registration_id] = Attempt(decode, transfer_id, request)
         self.receivers[decode].receive(request, self.now)

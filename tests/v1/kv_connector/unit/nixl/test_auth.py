@@ -35,6 +35,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     GetFailure,
     GetIntegrity,
+    Kept,
+    Lookup,
+    Release,
     Report,
 )
 
@@ -58,6 +61,14 @@ class Reports:
         return []
 
     def failure(self, transfer_id: TransferId) -> object:
+        self.asked += 1
+        return None
+
+    def lookup(self, transfer_id: TransferId) -> tuple[Kept, ...]:
+        self.asked += 1
+        return ()
+
+    def release(self, transfer_id: TransferId) -> object:
         self.asked += 1
         return None
 
@@ -157,7 +168,8 @@ def test_another_token_is_not_answered_and_asks_nothing(
     token = None if ours is None else Token(ours)
     stranger = None if theirs is None else Token(theirs)
     with serving(token) as (address, reports):
-        for request in (GetIntegrity(), GetFailure(TransferId("t"))):
+        turn = TransferId("t")
+        for request in (GetIntegrity(), GetFailure(turn), Lookup(turn), Release(turn)):
             with pytest.raises(SideChannelFailure, match="did not answer"):
                 query(address, request, SILENCE_S, stranger)
         assert reports.asked == 0

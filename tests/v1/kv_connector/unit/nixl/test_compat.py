@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks may exchange KV, and what a refusal says."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.compat import refusal
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName, EngineId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
+    EngineId,
+    Mode,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import (
     RankShape,
     TopologyError,
@@ -21,6 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     decode_rank,
     encode,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import facts
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.facts import layout_facts
 
 REGION = RegionInfo("l0", 0, 4096, 64, 64, 10, 0)
 HERE = RankInfo(
@@ -95,6 +102,34 @@ def test_what_would_corrupt_is_refused_in_any_case(
     changes: dict[str, Any], said: str, enforce: bool
 ) -> None:
     assert said in (refusal(HERE, _there(**changes), enforce) or "")
+
+
+def test_pages_packed_for_another_instruction_set_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "current_platform", SimpleNamespace(device_type="cpu"))
+
+    def layout(isa: str) -> dict[str, str]:
+        model = SimpleNamespace(
+            dtype="float32",
+            get_total_num_kv_heads=lambda: 1,
+            get_head_size=lambda: 8,
+            get_total_num_hidden_layers=lambda: 2,
+        )
+        layers = {"l0": SimpleNamespace(isa=isa), "other": object()}
+        config = SimpleNamespace(
+            model_config=model,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+        )
+        cache = SimpleNamespace(kv_cache_layout="LBHNC")
+        return layout_facts(config, cache, Mode.PUSH)
+
+    here = _there(layout=layout("amx"))
+    same, other = _there(layout=layout("amx")), _there(layout=layout("vec"))
+    assert refusal(here, same, enforce=False) is None
+    said = refusal(here, other, enforce=False)
+    assert said == "cpu_attention_isa differs (local amx, remote vec)"
 
 
 def test_another_model_is_refused_unless_told_otherwise() -> None:

@@ -62,7 +62,10 @@ def test_an_unknown_key_is_refused_with_all_that_are_known() -> None:
         ("side_channel_token_file", ""),
         ("allowed_peers", "10.0.0.0/8"),
         ("allowed_peers", [""]),
-        ("bidirectional_kv_xfer", True),
+        ("bidirectional_kv_xfer", 1),
+        ("retention_budget", 1.5),
+        ("retention_watermark", True),
+        ("retention_lookup_timeout", 0),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(key: str, value: Any) -> None:

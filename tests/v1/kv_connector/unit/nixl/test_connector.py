@@ -19,6 +19,7 @@ from v1.kv_connector.unit.nixl.engine_side import (
     allocate,
     available,
     finish,
+    manager,
     pool,
     request,
     step,
@@ -123,7 +124,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.fixture
 def connector(blocks: BlockPool, port: int) -> Iterator[NixlBaseConnector]:
     connector = _make()
-    connector.bind_gpu_block_pool(blocks)
+    connector.bind_kv_cache_manager(manager(blocks))
     connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): NixlHandshakeMetadata(encode(HERE))}
     )
@@ -229,6 +230,30 @@ def test_a_prefill_leg_from_its_arrival_to_its_release(
     assert _ask(port, GetFailure(TransferId("never"))) is None
 
 
+def test_a_prefill_leg_that_names_a_decode_engines_blocks_just_computes() -> None:
+    connector = _make()
+    params = {**DECODE, **PREFILL, "do_remote_prefill": False}
+    prompt = request("r-12345678", params={**params, "remote_block_ids": [[1, 2]]})
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 0) == (0, False)
+
+
+def test_names_that_users_choose_are_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the engine appends nothing, what looks like its suffix is the user's."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    connector = _make()
+    names = ["conv-deadbeef", "conv-cafebabe"]
+    for name in names:
+        connector.on_new_request(request(name, params={"do_remote_decode": True}))
+    orders = connector.build_connector_meta(step())
+    assert isinstance(orders, NixlConnectorMetadata)
+    expected = [order for order in orders.commands if isinstance(order, Expect)]
+    assert [order.transfer_id for order in expected] == names
+    assert {alias for order in expected for alias in order.aliases} == set(names)
+
+
 def test_a_decode_leg_from_its_arrival_to_its_kv(
     connector: NixlBaseConnector, blocks: BlockPool, port: int
 ) -> None:
@@ -291,7 +316,7 @@ def test_stats_are_rebuilt_from_their_data() -> None:
     assert isinstance(rebuilt, NixlKVConnectorStats)
     assert rebuilt.reduce() == stats.reduce()
     connector = _make()
-    connector.bind_gpu_block_pool(pool())
+    connector.bind_kv_cache_manager(manager(pool()))
     assert connector.get_kv_connector_stats() is None
 
 

@@ -44,8 +44,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     PrefillAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.decode import (
-    QUARANTINE_LOG_SECONDS,
     DecodeSide,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.loads import (
+    QUARANTINE_LOG_SECONDS,
+    Loads,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import (
     PinBoard,
@@ -75,15 +78,18 @@ class Side:
         self.pins.bind(self.pool)
         self.records = Records()
         self.stats = StatsCollector()
-        self.side = DecodeSide(
-            mode,
+        self.orders: list[Command] = []
+        self.loads = Loads(
             BLOCK,
             world_size,
-            TIMEOUT,
-            True,
             self.pins,
             self.records,
             self.stats,
+            self.orders,
+            take_apart=lambda _: None,
+        )
+        self.side = DecodeSide(
+            mode, TIMEOUT, True, self.loads, self.records, self.orders
         )
         self.request = request("r-12345678")
         self.name = RequestId(self.request.request_id)
@@ -103,28 +109,30 @@ class Side:
         return receive.request.registration_id
 
     def commands(self) -> list[Command]:
-        commands, failing, _ = self.side.build()
-        assert not failing
+        assert not self.failing()
+        commands = self.orders.copy()
+        self.orders.clear()
         return commands
 
     def failing(self) -> set[str]:
-        return set(self.side.build()[1])
+        return set(self.loads.failing())
 
     def complete(self, failed: set[str] | None = None) -> set[str]:
         """A step's output, with what the worker was told to report."""
         output = KVConnectorOutput(failed_recving=failed or set())
-        self.side.complete(output)
+        self.loads.complete(output)
         return output.finished_recving or set()
 
     def end(self, status: Any = STOPPED) -> None:
         """The engine lets go of the request."""
         free(self.pool, self.held)
         self.side.finished(finish(self.request, status))
+        self.loads.finished(self.name)
 
     def over(self) -> bool:
         return (
             available(self.pool) == BLOCKS - 1
-            and not any(self.side.sizes().values())
+            and not any((*self.side.sizes().values(), *self.loads.sizes().values()))
             and not any(self.pins.counts().values())
         )
 
@@ -169,11 +177,11 @@ def test_blocks_and_positions_are_registered_in_the_step_that_allocates(
 
 def test_received_kv_completes_the_request_once(side: Side) -> None:
     registration_id = side.park()
-    side.side.received(0, _received(registration_id))
-    assert side.side.build()[2]
+    side.loads.received(0, _received(registration_id))
+    assert side.loads.completions_due
     assert side.complete() == {side.name}
     assert side.complete() == set()
-    side.side.received(0, _received(registration_id))
+    side.loads.received(0, _received(registration_id))
     assert side.complete() == set()
     side.end()
     assert side.over()
@@ -184,9 +192,9 @@ def test_received_kv_completes_the_request_once(side: Side) -> None:
 def test_every_rank_must_have_received() -> None:
     side = Side(world_size=2)
     registration_id = side.park()
-    side.side.received(1, _received(registration_id))
+    side.loads.received(1, _received(registration_id))
     assert side.complete() == set()
-    side.side.received(0, _received(registration_id))
+    side.loads.received(0, _received(registration_id))
     assert side.complete() == {side.name}
     side.end()
     assert side.over()
@@ -196,7 +204,7 @@ def test_every_rank_must_have_received() -> None:
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_failure_is_ordered_and_told_once(side: Side, quiet: bool) -> None:
     registration_id = side.park()
-    side.side.failed(0, _failed(registration_id, quiet))
+    side.loads.failed(0, _failed(registration_id, quiet))
     assert side.failing() == {side.name}
     assert side.failing() == set()
     assert side.complete({side.name}) == set()
@@ -206,7 +214,7 @@ def test_a_failure_is_ordered_and_told_once(side: Side, quiet: bool) -> None:
     assert held == (0 if quiet else 3)
     if not quiet:
         assert available(side.pool) == BLOCKS - 4
-        side.side.quiet(0, ReceiveQuiet(registration_id))
+        side.loads.quiet(0, ReceiveQuiet(registration_id))
     assert side.over()
     last = side.last()
     assert (last["outcome"], last["cause"], last["tokens"]) == ("failed", "refused", 0)
@@ -218,16 +226,15 @@ def test_a_failure_is_ordered_and_told_once(side: Side, quiet: bool) -> None:
 def test_a_rank_that_fails_stops_the_others() -> None:
     side = Side(world_size=2)
     registration_id = side.park()
-    side.side.failed(0, _failed(registration_id, True))
-    commands, failing, _ = side.side.build()
-    assert commands == [CancelReceive(registration_id, "refused")]
-    assert failing == {side.name}
+    side.loads.failed(0, _failed(registration_id, True))
+    assert side.orders == [CancelReceive(registration_id, "refused")]
+    assert side.failing() == {side.name}
     side.complete({side.name})
     side.end()
     assert not side.over()
-    side.side.failed(1, _failed(registration_id, False))
+    side.loads.failed(1, _failed(registration_id, False))
     assert side.failing() == set()
-    side.side.quiet(1, ReceiveQuiet(registration_id))
+    side.loads.quiet(1, ReceiveQuiet(registration_id))
     assert side.over()
 
 
@@ -242,9 +249,9 @@ def test_an_abort_frees_the_request_at_once_and_its_blocks_on_proof(
     assert side.complete() == {side.name}
     assert available(side.pool) == BLOCKS - 4
     assert side.pins.counts()["quiescing"] == 3
-    side.side.failed(0, _failed(registration_id, False))
+    side.loads.failed(0, _failed(registration_id, False))
     assert side.failing() == set()
-    side.side.quiet(0, ReceiveQuiet(registration_id))
+    side.loads.quiet(0, ReceiveQuiet(registration_id))
     assert side.complete() == set()
     assert side.over()
     assert side.last()["outcome"] == "aborted"
@@ -253,15 +260,15 @@ def test_an_abort_frees_the_request_at_once_and_its_blocks_on_proof(
 def test_an_abort_that_meets_the_kv_on_its_way(side: Side) -> None:
     registration_id = side.park()
     side.end(ABORTED)
-    side.side.received(0, _received(registration_id))
-    side.side.quiet(0, ReceiveQuiet(registration_id))
+    side.loads.received(0, _received(registration_id))
+    side.loads.quiet(0, ReceiveQuiet(registration_id))
     assert side.complete() == {side.name}
     assert side.over()
 
 
 def test_an_abort_before_the_failure_is_told(side: Side) -> None:
     registration_id = side.park()
-    side.side.failed(0, _failed(registration_id, True))
+    side.loads.failed(0, _failed(registration_id, True))
     side.end(ABORTED)
     assert side.failing() == set()
     assert side.complete() == {side.name}
@@ -270,7 +277,7 @@ def test_an_abort_before_the_failure_is_told(side: Side) -> None:
 
 def test_an_abort_while_the_failure_is_on_its_way(side: Side) -> None:
     registration_id = side.park()
-    side.side.failed(0, _failed(registration_id, True))
+    side.loads.failed(0, _failed(registration_id, True))
     assert side.failing() == {side.name}
     side.end(ABORTED)
     assert side.complete({side.name}) == set()
@@ -297,7 +304,7 @@ def test_a_second_allocation_asks_for_nothing(side: Side) -> None:
     registration_id = side.park()
     side.side.allocated(side.name, side.held, 0, 1)
     assert side.commands() == []
-    side.side.received(0, _received(registration_id))
+    side.loads.received(0, _received(registration_id))
     side.complete()
     side.side.allocated(side.name, side.held, 40, 2)
     assert side.commands() == []
@@ -342,9 +349,9 @@ def test_the_name_of_the_hand_off(
 
 def test_reports_about_unknown_attempts_are_nothing(side: Side) -> None:
     stranger = RegistrationId("stranger")
-    side.side.received(0, _received(stranger))
-    side.side.failed(0, _failed(stranger, True))
-    side.side.quiet(0, ReceiveQuiet(stranger))
+    side.loads.received(0, _received(stranger))
+    side.loads.failed(0, _failed(stranger, True))
+    side.loads.quiet(0, ReceiveQuiet(stranger))
     assert side.complete({"stranger"}) == set()
     assert side.over()
 
@@ -354,19 +361,20 @@ def test_a_quarantine_is_logged_once(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(
-        f"{DecodeSide.__module__}.logger.warning",
+        f"{Loads.__module__}.logger.warning",
         lambda text, *args: said.append(text % args),
     )
     registration_id = side.park()
-    side.side.failed(0, _failed(registration_id, False))
+    side.loads.failed(0, _failed(registration_id, False))
     said.clear()
     now = time.monotonic()
-    side.side.warn_of_quarantine(now)
+    side.loads.warn_of_quarantine(now)
     assert said == []
-    assert side.side.release_due(now)
+    assert side.loads.release_due(now)
     for later in (1, 2):
-        side.side.warn_of_quarantine(now + later * QUARANTINE_LOG_SECONDS + 1)
+        side.loads.warn_of_quarantine(now + later * QUARANTINE_LOG_SECONDS + 1)
     (text,) = said
+    assert not side.loads.release_due(now + 3 * QUARANTINE_LOG_SECONDS)
     assert "3 blocks" in text
     assert "127.0.0.1:5600" in text
     assert side.pins.counts()[PinState.QUIESCING] == 3

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from v1.kv_connector.unit.nixl.arena import free_address
+from v1.kv_connector.unit.nixl.arena import NoReports, free_address
 from v1.kv_connector.unit.nixl.hostile import (
     PARAMS,
     WILD,
@@ -281,7 +281,7 @@ def test_block_lists_are_whole_numbers(size: int) -> None:
 # ---- the side channel
 
 
-class Reports:
+class Reports(NoReports):
     """Answers; for some hand-offs with what cannot be written as JSON."""
 
     def integrity(self) -> object:

@@ -77,7 +77,7 @@ TOKEN = Token(b"0123456789abcdef0123456789abcdef")
 def open_attempt(s: Scene) -> Iterator[Callable[[], list[Event]]]:
     """The victim waits for the honest engine, and at the end gets what it wants."""
     s.honest.step(Expect(TRANSFER, 1, ()))
-    s.victim.step(Receive(attempt(), s.honest.address))
+    s.victim.step(Receive(attempt(s.mode), s.honest.address))
 
     def ends() -> list[Event]:
         return [
@@ -202,7 +202,7 @@ def test_any_messages_of_the_engine_that_is_asked_for_kv(mode: Mode) -> None:
         @given(st.lists(st.tuples(bodies, mutations), min_size=4, max_size=12))
         def tell(said: list[tuple[Any, Any]]) -> None:
             if not s.tables()["receiver_quiescing"]:
-                victim.step(Receive(attempt(), address))
+                victim.step(Receive(attempt(s.mode), address))
                 run(s.ranks, asked, s.strangers)
             s.tell([packet(Ping(), hello)])
             s.tell([mutate(packet(body)) for body, mutate in said])
@@ -222,9 +222,9 @@ def test_any_messages_of_the_engine_that_is_asked_for_kv(mode: Mode) -> None:
 
 def test_what_is_said_too_early_does_not_end_a_read() -> None:
     """Nothing but its own READ and the lender's word after it completes an attempt."""
-    table = ReceiverTable(Mode.PULL, repeat=1.0)
+    table = ReceiverTable(repeat=1.0)
     lender = AgentName("lender")
-    table.receive(attempt(), 0.0)
+    table.receive(attempt(Mode.PULL), 0.0)
     table.connected(REGISTRATION, [lender], 0.0)
     granted = LeaseGranted(REGISTRATION, 1, 30.0, (pack_blocks(BLOCKS),))
     piece = Done(REGISTRATION, seq=0, total=1, bytes=1, descriptors=1)

@@ -206,7 +206,7 @@ ANSWERS: dict[str, list[bytes] | None] = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_any_answer_of_an_engine_that_a_request_names(name: str) -> None:
     with scene(Mode.PUSH) as s, answering(ANSWERS[name]) as address:
-        wanted = request(TransferId("t"), BLOCKS)
+        wanted = request(TransferId("t"), BLOCKS, Mode.PUSH)
         s.victim.step(Receive(wanted, address))
         before = time.monotonic()
         run(s.ranks, lambda: isinstance(s.victim.events[-1], ReceiveFailed))
@@ -232,6 +232,8 @@ def test_an_engine_that_describes_another_as_its_own() -> None:
         )
         for info in (spoilt, unreadable):
             with answering([b"", encode(Ranks((encode(info),)))]) as address:
-                s.victim.step(Receive(request(TransferId("t"), BLOCKS), address))
+                s.victim.step(
+                    Receive(request(TransferId("t"), BLOCKS, Mode.PUSH), address)
+                )
                 run(s.ranks, lambda: isinstance(s.victim.events[-1], ReceiveFailed))
             s.check()

@@ -53,6 +53,7 @@ def test_a_block_may_have_several_pins(blocks: BlockPool, pins: PinBoard) -> Non
         "exposed_for_send": 2,
         "exposed_for_receive": 0,
         "quiescing": 2,
+        "retained": 0,
     }
     pins.release(first)
     assert available(blocks) == BLOCKS - 3

@@ -49,9 +49,9 @@ NOTHING = TransferSize()
 
 
 def _asked(mode: Mode, *sources: AgentName) -> ReceiverTable:
-    table = ReceiverTable(mode, REPEAT)
+    table = ReceiverTable(REPEAT)
     blocks = (np.array([3, 4], dtype=np.int32),)
-    table.receive(ReceiveRequest(R, T, WANT, blocks, TIMEOUT), 0)
+    table.receive(ReceiveRequest(R, T, WANT, blocks, TIMEOUT, mode), 0)
     actions = table.connected(R, sources or (P,), 1)
     register = Register(T, R, WANT, (pack_blocks([3, 4]),))
     ask: Message = register if mode is Mode.PUSH else LeaseRequest(T, R, WANT)
@@ -200,8 +200,8 @@ def test_a_cancelled_answer_that_nobody_asked_for_changes_nothing() -> None:
 
 
 def test_an_engine_that_cannot_be_reached_has_written_nothing() -> None:
-    table = ReceiverTable(Mode.PUSH, REPEAT)
-    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT), 0)
+    table = ReceiverTable(REPEAT)
+    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT, Mode.PUSH), 0)
     assert _failed(table.unreachable(R, "no route", 1)) == ReceiveFailed(
         R, FailureKind.UNREACHABLE, "no route", quiet=True
     )
@@ -210,16 +210,16 @@ def test_an_engine_that_cannot_be_reached_has_written_nothing() -> None:
 
 
 def test_a_cancel_before_the_connection_is_quiet_at_once() -> None:
-    table = ReceiverTable(Mode.PUSH, REPEAT)
-    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT), 0)
+    table = ReceiverTable(REPEAT)
+    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT, Mode.PUSH), 0)
     assert _failed(table.cancel(R, "aborted", 1)).quiet
     assert table.connected(R, [P], 2) == []
     assert _events(table.cancel(R, "aborted", 3)) == [ReceiveQuiet(R)]
 
 
 def test_a_connection_has_the_same_deadline() -> None:
-    table = ReceiverTable(Mode.PUSH, REPEAT)
-    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT), 0)
+    table = ReceiverTable(REPEAT)
+    table.receive(ReceiveRequest(R, T, WANT, (), TIMEOUT, Mode.PUSH), 0)
     assert table.tick(TIMEOUT) == []
     assert _failed(table.tick(TIMEOUT + 1)).quiet
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from v1.kv_connector.unit.nixl.arena import NoReports
 from v1.kv_connector.unit.nixl.test_compat import HERE
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
@@ -38,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
 pytestmark = pytest.mark.timeout(60)
 
 
-class _Reports:
+class _Reports(NoReports):
     """Answers; the hand-offs cannot be told."""
 
     def integrity(self) -> object:
@@ -180,6 +181,22 @@ def test_handshakes_with_several_engines_at_once(address: Address) -> None:
     assert ended[address].failure is None
     assert "handshake_timeout" in (ended[silent].failure or "")
     assert "cannot resolve" in (ended[unknown].failure or "")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_silent_engine_holds_nobody_up(address: Address) -> None:
+    client, silent = HandshakeClient(60), ("127.0.0.1", _free_port())
+    client.start(silent, time.monotonic())
+    client.start(address, time.monotonic())
+    ended: list[Handshake] = []
+    end = time.monotonic() + 20
+    while not ended:
+        assert time.monotonic() < end
+        ended = client.poll(time.monotonic())
+        time.sleep(0.005)
+    assert [handshake.address for handshake in ended] == [address]
+    assert client.pending
+    client.close()
 
 
 def test_an_engine_that_starts_late_is_met(address: Address) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import stats as names
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     FailureKind,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.prom import NixlPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlKVConnectorStats,
-    NixlPromMetrics,
     StatsCollector,
 )
 
@@ -27,7 +27,7 @@ def _some() -> NixlKVConnectorStats:
     stats.failure(names.FAILED_HANDSHAKES)
     stats.failure(names.EXPIRED)
     stats.receive_failed(FailureKind.TIMEOUT)
-    stats.quarantine(7)
+    stats.held(names.QUARANTINED, 7)
     return stats
 
 
@@ -70,13 +70,13 @@ def test_a_collection_takes_what_there_was() -> None:
 
 def test_the_quarantine_is_told_when_it_changes() -> None:
     collector = StatsCollector()
-    collector.quarantine(0)
+    collector.held(names.QUARANTINED, 0)
     assert collector.take() is None
-    collector.quarantine(3)
+    collector.held(names.QUARANTINED, 3)
     assert collector.take() is not None
-    collector.quarantine(3)
+    collector.held(names.QUARANTINED, 3)
     assert collector.take() is None
-    collector.quarantine(0)
+    collector.held(names.QUARANTINED, 0)
     taken = collector.take()
     assert taken is not None
     assert taken.data[names.QUARANTINED] == [0]
@@ -85,7 +85,13 @@ def test_the_quarantine_is_told_when_it_changes() -> None:
 @pytest.fixture
 def metrics() -> Iterator[NixlPromMetrics]:
     before = set(REGISTRY._collector_to_names)
-    config = VllmConfig()
+    config = VllmConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlPushConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"backends": ["UCX", "LIBFABRIC"]},
+        )
+    )
     types: dict[Any, Any] = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     yield NixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -113,6 +119,12 @@ def test_metrics_have_the_bases_names(metrics: NixlPromMetrics) -> None:
     assert value("num_failed_handoffs_total", kind="timeout") == 2
     assert value("num_failed_handoffs_total", kind="refused") == 0
     assert value("quarantined_blocks") == 7
+
+
+@pytest.mark.usefixtures("metrics")
+def test_the_backends_are_named_in_a_metric() -> None:
+    described = {"connector": "NixlPushConnector", "backends": "UCX,LIBFABRIC"}
+    assert REGISTRY.get_sample_value("vllm:nixl_info", {**LABELS, **described}) == 1
 
 
 def test_stats_of_an_older_shape_are_observed(metrics: NixlPromMetrics) -> None:

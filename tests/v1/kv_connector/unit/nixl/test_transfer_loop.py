@@ -67,7 +67,7 @@ class Pair:
         self.p.pages[:] = rng.integers(1, 256, self.p.pages.shape)
 
     def receive(self, transfer_id: TransferId = T) -> ReceiveRequest:
-        wanted = request(transfer_id, THERE)
+        wanted = request(transfer_id, THERE, self.d.mode)
         self.d.step(Receive(wanted, self.p.address))
         return wanted
 
@@ -160,16 +160,18 @@ def test_long_transfers_go_in_pieces(
     monkeypatch.setattr(
         arena, "CONFIG", replace(arena.CONFIG, max_transfer_bytes=block)
     )
+    # Neighbours on both sides, which would merge within one piece.
+    here = _ids(3, 4, 5, 6)
     for mode in Mode:
         pair = Pair(mode)
         pair.receive()
-        pair.p.step(Expect(T, 1, ()), offer(T, HERE))
+        pair.p.step(Expect(T, 1, ()), offer(T, here))
         pair.until(_has(pair.d, Received))
-        assert pair.moved()
+        assert np.array_equal(pair.p.pages[:, here], pair.d.pages[:, THERE])
         (received,) = pair.d.events
         assert isinstance(received, Received)
-        assert received.size.bytes == len(HERE) * block
-        assert received.size.descriptors == len(HERE) * LAYERS
+        assert received.size.bytes == len(here) * block
+        assert received.size.descriptors == len(here) * LAYERS
         pair.until_idle()
         pair.close()
 
@@ -181,7 +183,7 @@ def test_several_receivers_are_served(pair: Pair) -> None:
     pair.receive()
     pair.until(_has(pair.d, Received))
     assert _closed(pair.p) == []
-    second.step(Receive(request(T, THERE), pair.p.address))
+    second.step(Receive(request(T, THERE, second.mode), pair.p.address))
     run([pair.p, pair.d, second], _has(second, Received))
     assert np.array_equal(pair.d.pages[:, THERE], second.pages[:, THERE])
     run([pair.p, pair.d, second], lambda: len(_closed(pair.p)) == 1)
@@ -191,14 +193,17 @@ def test_several_receivers_are_served(pair: Pair) -> None:
 
 def test_a_cancelled_receive_is_quiet_soon(pair: Pair) -> None:
     wanted = pair.receive()
+    pair.p.step(Expect(T, 1, ()))
     pair.until(lambda: pair.p.tables.get("sender_claims") == 1)
     pair.d.step(CancelReceive(wanted.registration_id, "aborted"))
+    pair.until(lambda: pair.p.tables["sender_claims"] == 0)
     pair.until(lambda: not any(pair.d.tables.values()))
     (failed,) = _failures(pair.d)
     assert failed.kind is FailureKind.CANCELLED
     assert failed.quiet or _has(pair.d, ReceiveQuiet)()
-    pair.p.step(Expect(T, 1, ()), offer(T, HERE))
+    pair.p.step(offer(T, HERE))
     pair.until(_has(pair.p, SenderClosed))
+    assert _closed(pair.p)[0].reason is CloseReason.RELEASED
     assert pair.untouched()
 
 
@@ -228,6 +233,7 @@ def test_what_is_not_needed_is_let_go(pair: Pair) -> None:
     pair.p.step(Expect(T, 1, ()), offer(T, HERE))
     pair.d.step(TellNotNeeded(T, pair.p.address, 1))
     pair.until(_has(pair.p, SenderClosed))
+    assert _closed(pair.p)[0].reason is CloseReason.RELEASED
     pair.until_idle()
 
 
@@ -240,12 +246,15 @@ def test_kv_that_is_waited_for_outlives_its_lease(push: Pair) -> None:
     push.d.step(Unwatch(T))
     push.until(_has(push.p, SenderClosed))
     assert _closed(push.p)[0].reason is CloseReason.EXPIRED
+    counted = push.p.loop.stats.take()
+    assert counted is not None
+    assert counted.reduce()["Num KV expired reqs"] == 1
     push.until_idle()
 
 
 def test_an_engine_that_is_not_there_fails_the_attempt() -> None:
     rank = Rank("decode", Mode.PUSH)
-    rank.step(Receive(request(T, THERE), free_address()))
+    rank.step(Receive(request(T, THERE, rank.mode), free_address()))
     run([rank], _has(rank, ReceiveFailed))
     (failed,) = _failures(rank)
     assert (failed.kind, failed.quiet) == (FailureKind.UNREACHABLE, True)
@@ -256,7 +265,7 @@ def test_an_engine_that_is_not_there_fails_the_attempt() -> None:
 
 def test_the_two_connectors_refuse_each_other() -> None:
     pushing, pulling = Rank("prefill", Mode.PUSH), Rank("decode", Mode.PULL)
-    pulling.step(Receive(request(T, THERE), pushing.address))
+    pulling.step(Receive(request(T, THERE, pulling.mode), pushing.address))
     run([pushing, pulling], _has(pulling, ReceiveFailed))
     (failed,) = _failures(pulling)
     assert "connector_mode differs (local pull, remote push)" in failed.reason
@@ -333,7 +342,9 @@ def test_a_peer_that_is_stopped_and_then_killed(
     survivor.step(Expect(TransferId("given"), 1, ()))
     peer.receive(TransferId("given"), THERE.tolist(), survivor.address[1])
     peer.expect(TransferId("taken"))
-    survivor.step(Receive(request(TransferId("taken"), THERE), peer.address))
+    survivor.step(
+        Receive(request(TransferId("taken"), THERE, survivor.mode), peer.address)
+    )
     run([survivor], lambda: survivor.tables["sender_claims"] == 1)
     survivor.events.clear()
     peer.kill()
@@ -352,7 +363,7 @@ def _hand_off_from(peer: PeerProcess, rank: Rank, transfer_id: TransferId) -> No
     rank.events.clear()
     peer.expect(transfer_id)
     peer.offer(transfer_id, HERE.tolist())
-    rank.step(Receive(request(transfer_id, THERE), peer.address))
+    rank.step(Receive(request(transfer_id, THERE, rank.mode), peer.address))
     run([rank], lambda: bool(rank.events))
     assert _has(rank, Received)(), rank.events
     assert (rank.pages[:, THERE] == HERE[None, :, None]).all()
@@ -362,7 +373,7 @@ def _hand_off_from(peer: PeerProcess, rank: Rank, transfer_id: TransferId) -> No
 def _stop_while_it_owes_kv(peer: PeerProcess, rank: Rank) -> None:
     transfer_id = TransferId("owed")
     peer.expect(transfer_id)
-    rank.step(Receive(request(transfer_id, THERE), peer.address))
+    rank.step(Receive(request(transfer_id, THERE, rank.mode), peer.address))
     for _ in range(50):
         rank.step()
         time.sleep(0.004)

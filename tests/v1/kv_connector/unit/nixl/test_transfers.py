@@ -5,13 +5,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from v1.kv_connector.unit.nixl.arena import LAYERS, NUM_BLOCKS, PAGE_BYTES, Memory
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Agent, AgentError
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import (
+    Agent,
+    AgentError,
+    TransferState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     TransferSize,
 )
@@ -184,6 +189,36 @@ def test_a_post_that_fails_ends_the_transfer(ends: Ends) -> None:
     assert (ended.failure or "").startswith("WRITE failed")
     assert ended.size == TransferSize()
     assert len(ends.pool) == 0
+
+
+@pytest.mark.parametrize("operation", ["WRITE", "READ"])
+def test_a_transfer_with_a_failed_piece_ends_with_its_last(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    agent = ends.mine.agent
+    post, posted, running = agent.post, list[object](), True
+
+    def post_and_run(*args: Any) -> tuple[object, TransferState]:
+        handle, _ = post(*args)
+        posted.append(handle)
+        return handle, TransferState.RUNNING
+
+    def check(handle: object) -> TransferState:
+        if handle is posted[0]:
+            return TransferState.FAILED
+        return TransferState.RUNNING if running else TransferState.DONE
+
+    monkeypatch.setattr(agent, "post", post_and_run)
+    monkeypatch.setattr(agent, "check", check)
+    ends.pool = TransferPool(agent, settle=0.0)
+    ends.start(operation, _plan(MINE, THEIRS, LAYERS * PAGE_BYTES))
+    for _ in range(5):
+        assert list(ends.pool.advance()) == []
+        assert ends.pool.uses(ends.peer)
+    running = False
+    (ended,) = ends.finish()
+    assert (ended.failure or "").startswith(f"{operation} failed")
+    assert ended.size == TransferSize()
 
 
 def test_memory_that_was_not_registered_is_refused(ends: Ends) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import pd_router.side_channel
+from conversation_backends import Keeper
 from pd_router.arguments import parse_args
 from pd_router.config import Address, ConfigError, Mode, Role
 from pd_router.server import main
@@ -52,18 +53,13 @@ PROMPT = {"prompt": "p"}
 PATIENCE_S = 10.0
 
 
-class Told:
+class Told(Keeper):
     """What an engine knows: any hand-off asked for, in the records that it keeps."""
 
     def __init__(self, role: str, outcome: str, cause: str = "") -> None:
+        super().__init__()
         self.role, self.outcome, self.cause = role, outcome, cause
         self.asked: list[str] = []
-
-    def integrity(self) -> object:
-        return {}
-
-    def handoffs(self) -> object:
-        return []
 
     def failure(self, transfer_id: TransferId) -> object:
         self.asked.append(transfer_id)

@@ -77,8 +77,30 @@ class TellNotNeeded:
     receivers: int
 
 
+@dataclass(frozen=True)
+class Keep:
+    """D: KV of an answer is kept and may be read under the offer's name."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True)
+class Retire:
+    """D: let nobody begin to read it any more; report when nobody reads it."""
+
+    name: TransferId
+
+
 Command: TypeAlias = (
-    Expect | Withdraw | Watch | Unwatch | Receive | CancelReceive | TellNotNeeded
+    Expect
+    | Withdraw
+    | Watch
+    | Unwatch
+    | Receive
+    | CancelReceive
+    | TellNotNeeded
+    | Keep
+    | Retire
 )
 
 

@@ -37,6 +37,16 @@ def _count(minimum: int) -> Callable[[str, object], int]:
     return parse
 
 
+def _share(key: str, value: object) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value <= 1
+    ):
+        raise _bad(key, value, "a number from 0 to 1")
+    return float(value)
+
+
 def _flag(key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _bad(key, value, "true or false")
@@ -86,9 +96,14 @@ class ConnectorConfig:
             that a blocking post cannot hold up liveness answers.
         enforce_handshake_compat: refuse a peer of another model, version or backend.
             Differences of memory layout are refused in any case.
-        kv_recompute_threshold: fewest tokens for which KV is read back from D.
-        decoder_kv_blocks_ttl: longest life of KV that D retains after an answer.
-        bidirectional_kv_xfer: let P read back what D holds.
+        bidirectional_kv_xfer: keep the KV of answers on the decode side, and read it
+            back on the prefill side in later turns of a conversation.
+        kv_recompute_threshold: fewest tokens for which KV is read back.
+        decoder_kv_blocks_ttl: longest life of kept KV that nobody asks for.
+        retention_budget: largest share of the cache that kept KV may hold.
+        retention_watermark: share of the cache that is kept free of it.
+        retention_lookup_timeout: bound on the question what is kept; the request is
+            computed here when it has passed.
         side_channel_token_file: file with a secret that all engines and tools of a
             deployment share; a peer without it is not answered.
         allowed_peers: hosts and networks that a decode engine may be told to
@@ -107,6 +122,9 @@ class ConnectorConfig:
     kv_recompute_threshold: int = 64
     decoder_kv_blocks_ttl: float = 480.0
     bidirectional_kv_xfer: bool = False
+    retention_budget: float = 0.5
+    retention_watermark: float = 0.05
+    retention_lookup_timeout: float = 1.0
     side_channel_token_file: str | None = None
     allowed_peers: tuple[str, ...] = ()
     engine_ttl: float = 3600.0
@@ -116,8 +134,7 @@ class ConnectorConfig:
         """Read the settings.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong kind, or a feature
-                that this connector does not have.
+            ConfigError: an unknown key or a value of the wrong kind.
         """
         unknown = sorted(set(extra) - set(_PARSERS))
         if unknown:
@@ -130,14 +147,7 @@ class ConnectorConfig:
             values.setdefault(
                 "push_registration_timeout", values["decoder_kv_blocks_ttl"]
             )
-        config = cls(**values)
-        if config.bidirectional_kv_xfer:
-            raise _bad(
-                "bidirectional_kv_xfer",
-                True,
-                "false: reading KV back from the decode engine is not available",
-            )
-        return config
+        return cls(**values)
 
 
 _PARSERS: dict[str, Callable[[str, object], Any]] = {
@@ -152,6 +162,9 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "kv_recompute_threshold": _count(0),
     "decoder_kv_blocks_ttl": _seconds,
     "bidirectional_kv_xfer": _flag,
+    "retention_budget": _share,
+    "retention_watermark": _share,
+    "retention_lookup_timeout": _seconds,
     "side_channel_token_file": _path,
     "allowed_peers": _hosts,
     "engine_ttl": _seconds,

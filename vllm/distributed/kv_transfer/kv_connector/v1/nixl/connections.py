@@ -99,8 +99,8 @@ class Connections:
 
     @property
     def pending(self) -> bool:
-        """Whether something is under way, or not yet taken by :meth:`poll`."""
-        return self._handshakes.pending or bool(self._events)
+        """Whether somebody waits for an engine or an event; probes can wait."""
+        return bool(self._wanted or self._events)
 
     def sources(self, address: Address) -> tuple[AgentName, ...] | None:
         """The agents at ``address`` that serve this rank, once connected."""

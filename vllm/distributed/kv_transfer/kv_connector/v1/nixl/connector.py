@@ -32,15 +32,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from .commands import NixlConnectorMetadata, NixlHandshakeMetadata
 from .config import ConnectorConfig
 from .ids import EngineId, Mode
+from .prom import NixlPromMetrics
 from .scheduler.role import NixlScheduler
-from .stats import NixlKVConnectorStats, NixlPromMetrics
+from .stats import NixlKVConnectorStats
 from .support import check_supported
 from .worker.role import NixlWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -133,9 +133,10 @@ class NixlBaseConnector(KVConnectorBase_V1):
 
     # ---- scheduler side
 
-    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        """The pool in which blocks are pinned."""
-        self._scheduler.bind_block_pool(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """The cache manager, in whose pool blocks are pinned."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -191,6 +192,16 @@ class NixlBaseConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Its memory is held by pins, never by its id."""
         return False, self._scheduler.request_finished(request, (block_ids,))
+
+    @_contained(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether a step brings blocks that are kept for later turns."""
+        return self._scheduler.yield_blocks()
+
+    @_contained(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Let go of the KV that is kept for later turns."""
+        return self._scheduler.reset_cache()
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests should step on for a moment."""

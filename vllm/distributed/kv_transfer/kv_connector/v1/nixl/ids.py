@@ -18,6 +18,11 @@ RegistrationId = NewType("RegistrationId", str)
 RequestId = NewType("RequestId", str)
 """The engine's internal request id."""
 
+KEPT_PREFIX = "kept-"
+"""Begins the names of kept KV. No hand-off may be called so, since messages about
+the two go to different tables, and a wrong table's word that nothing writes any more
+would be no proof."""
+
 EngineId = NewType("EngineId", str)
 """The configured engine id; it may survive a restart, an agent name does not."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .ids import EngineId, Mode, RequestId, TransferId
+from .ids import KEPT_PREFIX, EngineId, Mode, RequestId, TransferId
 
 MAX_ID_CHARS = 256
 MAX_RECEIVERS = 4096
@@ -28,15 +28,26 @@ class PrefillParams:
     Attributes:
         transfer_id: the router's name for this dispatch, if it gave one.
         num_receivers: how many decode requests will ask for the KV, if known.
+        earlier: the turn of the conversation whose KV can be read back, if any.
     """
 
     transfer_id: TransferId | None
     num_receivers: int | None
+    earlier: "EarlierTurn | None" = None
+
+
+@dataclass(frozen=True)
+class EarlierTurn:
+    """What a decode engine keeps of an earlier turn, and where its side channel is."""
+
+    transfer_id: TransferId
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
 class PrefillAddress:
-    """Where a prefill engine's side channel listens and how many ranks it has."""
+    """Where an engine's side channel listens and how many ranks it has."""
 
     host: str
     port: int
@@ -53,11 +64,15 @@ class DecodeParams:
         transfer_id: the router's name for this dispatch, if it gave one.
         remote_request_id: the prefill engine's own id, where the router relays it.
         address: the prefill engine.
+        retain: whether the KV may be kept for a later turn.
+        releases: the turn whose KV is not needed once this one has ended well.
     """
 
     transfer_id: TransferId | None
     remote_request_id: RequestId | None
     address: PrefillAddress
+    retain: bool = True
+    releases: TransferId | None = None
 
 
 def _error(key: str, value: object, expected: str) -> ParamsError:
@@ -79,10 +94,10 @@ def _shown(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _flag(params: Mapping[str, Any], key: str) -> bool:
+def _flag(params: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = params.get(key)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise _error(key, value, "true or false")
     return value
@@ -109,9 +124,18 @@ def _bounded(params: Mapping[str, Any], key: str, limit: int) -> int | None:
     return value
 
 
-def _transfer_id(params: Mapping[str, Any]) -> TransferId | None:
-    value = _optional_id(params, "transfer_id")
+def _transfer_id(
+    params: Mapping[str, Any], key: str = "transfer_id"
+) -> TransferId | None:
+    value = _name(params, key)
     return None if value is None else TransferId(value)
+
+
+def _name(params: Mapping[str, Any], key: str) -> str | None:
+    value = _optional_id(params, key)
+    if value is not None and value.startswith(KEPT_PREFIX):
+        raise _error(key, value, f"a name that does not begin with {KEPT_PREFIX!r}")
+    return value
 
 
 def parse_params(params: object) -> PrefillParams | DecodeParams | None:
@@ -140,20 +164,34 @@ def parse_params(params: object) -> PrefillParams | DecodeParams | None:
         return PrefillParams(
             transfer_id=_transfer_id(params),
             num_receivers=_bounded(params, "num_receivers", MAX_RECEIVERS),
+            earlier=_parse_earlier(params),
         )
     if decode:
         return _parse_decode(params)
     return None
 
 
-def _parse_decode(params: Mapping[str, Any]) -> DecodeParams:
+def _parse_earlier(params: Mapping[str, Any]) -> EarlierTurn | None:
+    transfer_id = _transfer_id(params, "retained_transfer_id")
+    if transfer_id is None:
+        return None
+    host, port = _address(params)
+    return EarlierTurn(transfer_id, host, port)
+
+
+def _address(params: Mapping[str, Any]) -> tuple[str, int]:
     host = _optional_id(params, "remote_host")
     port = _bounded(params, "remote_port", 65535)
     if host is None or port is None:
         key = "remote_host" if host is None else "remote_port"
-        raise _error(key, None, "the address of the prefill engine's side channel")
+        raise _error(key, None, "the address of the other engine's side channel")
+    return host, port
+
+
+def _parse_decode(params: Mapping[str, Any]) -> DecodeParams:
+    host, port = _address(params)
     engine_id = _optional_id(params, "remote_engine_id")
-    request_id = _optional_id(params, "remote_request_id")
+    request_id = _name(params, "remote_request_id")
     return DecodeParams(
         transfer_id=_transfer_id(params),
         remote_request_id=None if request_id is None else RequestId(request_id),
@@ -164,6 +202,8 @@ def _parse_decode(params: Mapping[str, Any]) -> DecodeParams:
             tp_size=_bounded(params, "tp_size", MAX_RANKS) or 1,
             pp_size=_bounded(params, "pp_size", MAX_RANKS) or 1,
         ),
+        retain=_flag(params, "retain", default=True),
+        releases=_transfer_id(params, "release_transfer_id"),
     )
 
 
@@ -199,6 +239,34 @@ def prefill_result(
     }
 
 
+def retention_result(
+    *,
+    transfer_id: TransferId,
+    request_id: RequestId,
+    address: PrefillAddress,
+    num_tokens: int,
+    expires_at: float,
+) -> dict[str, Any]:
+    """What a finished decode leg returns, for the prefill leg of the next turn.
+
+    ``expires_at`` is in seconds since the epoch. No block id is in it: the prefill
+    engine asks for the blocks, under a name that the client does not learn.
+    """
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "retained_transfer_id": transfer_id,
+        "remote_engine_id": address.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": address.host,
+        "remote_port": address.port,
+        "tp_size": address.tp_size,
+        "pp_size": address.pp_size,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": expires_at,
+    }
+
+
 def external_id(request_id: str, suffix_appended: bool) -> TransferId:
     """The id by which a request is known outside this engine.
 
@@ -209,7 +277,7 @@ def external_id(request_id: str, suffix_appended: bool) -> TransferId:
     outside = request_id
     if suffix_appended and len(request_id) > 9 and request_id[-9] == "-":
         outside = request_id[:-9]
-    if len(outside) > MAX_ID_CHARS:
+    if len(outside) > MAX_ID_CHARS or outside.startswith(KEPT_PREFIX):
         # The client chose it; what stands for it is the same on both sides.
         return TransferId(hashlib.sha256(outside.encode()).hexdigest())
     return TransferId(outside)

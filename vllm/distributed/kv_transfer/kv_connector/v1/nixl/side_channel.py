@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side channel: a ZMQ socket on which an engine tells who its workers are.
 
-The server runs in the scheduler process. :class:`HandshakeClient` is for the
-transfer thread and never waits; :func:`query` is for tools and does.
+The server runs in the scheduler process. :class:`Exchanges` never waits and is for
+the engine's own threads; :func:`query` is for tools and does.
 """
 
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -23,12 +23,16 @@ from .ids import TransferId
 from .wire import (
     MAX_PACKET_BYTES,
     PROTOCOL_VERSION,
+    Found,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
+    Kept,
+    Lookup,
     RankInfo,
     Ranks,
+    Release,
     Report,
     SideChannelError,
     SideChannelReply,
@@ -42,6 +46,8 @@ from .wire import (
 )
 
 logger = init_logger(__name__)
+
+K = TypeVar("K", bound=Hashable)
 
 Address = tuple[str, int]
 """Host and port of a side channel."""
@@ -100,6 +106,12 @@ class Reports(Protocol):
 
     def failure(self, transfer_id: TransferId) -> object:
         """What became of one hand-off; ``None`` where nothing is known."""
+
+    def lookup(self, transfer_id: TransferId) -> tuple[Kept, ...]:
+        """What is kept of a turn of a conversation."""
+
+    def release(self, transfer_id: TransferId) -> object:
+        """Let go of it, soon; what is known of it."""
 
 
 class SideChannelServer:
@@ -185,6 +197,12 @@ class SideChannelServer:
                     return Report(
                         msgspec.json.encode(self._reports.failure(request.transfer_id))
                     )
+                case Lookup():
+                    return Found(self._reports.lookup(request.transfer_id))
+                case Release():
+                    return Report(
+                        msgspec.json.encode(self._reports.release(request.transfer_id))
+                    )
         except WireError as error:
             return SideChannelError(str(error))
         except Exception as error:
@@ -231,6 +249,155 @@ def _usable(payload: bytes) -> SideChannelReply:
 
 
 @dataclass(frozen=True)
+class Exchange(Generic[K]):
+    """The end of one exchange: an answer, or why there is none."""
+
+    key: K
+    reply: SideChannelReply | None
+    failure: str = ""
+
+
+class Exchanges(Generic[K]):
+    """Questions to any number of engines, told apart by keys; no call waits."""
+
+    def __init__(
+        self, timeout: float, timeout_key: str, token: Token | None = None
+    ) -> None:
+        self._timeout = timeout
+        self._timeout_text = f"{timeout:g} s ({timeout_key})"
+        self._token = token
+        self._open: dict[K, tuple[zmq.Socket[bytes], Address, float]] = {}
+        self._resolving: dict[K, tuple[Address, SideChannelRequest, float]] = {}
+        self._resolved: queue.SimpleQueue[tuple[K, str | SideChannelFailure]] = (
+            queue.SimpleQueue()
+        )
+        self._lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+        self._failed: list[Exchange[K]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self._open or self._resolving or self._failed)
+
+    def start(
+        self, key: K, address: Address, request: SideChannelRequest, now: float
+    ) -> None:
+        """Ask the engine at ``address``, unless a question of this key is open."""
+        if key in self._open or key in self._resolving:
+            return
+        deadline = now + self._timeout
+        if _is_numeric(address[0]):
+            self._ask(key, address, request, _resolve(address), deadline)
+        elif self._lookups.acquire(blocking=False):
+            self._resolving[key] = (address, request, deadline)
+            threading.Thread(
+                target=self._look_up,
+                args=(key, address),
+                name="nixl-lookup",
+                daemon=True,
+            ).start()
+        else:
+            failure = f"host {address[0]!r}: too many names are being resolved"
+            self._failed.append(Exchange(key, None, failure))
+
+    def poll(self, now: float) -> list[Exchange[K]]:
+        """Exchanges that have ended since the last call."""
+        self._take_lookups(now)
+        ended, self._failed = self._failed, []
+        for key, (sock, address, deadline) in list(self._open.items()):
+            try:
+                payload = sock.recv_multipart(zmq.NOBLOCK)[-1]
+            except zmq.Again:
+                if now <= deadline:
+                    continue
+                failure = (
+                    f"no answer from the side channel at {address[0]}:{address[1]} "
+                    f"within {self._timeout_text}; check that the engine is up, the "
+                    "port is open and both sides have the same "
+                    "side_channel_token_file"
+                )
+                ended.append(Exchange(key, None, failure))
+            else:
+                ended.append(self._answered(key, address, payload))
+            sock.close()
+            del self._open[key]
+        return ended
+
+    def abandon(self, key: K) -> None:
+        """The answer is not wanted any more."""
+        self._resolving.pop(key, None)
+        sock, _, _ = self._open.pop(key, (None, None, None))
+        if sock is not None:
+            sock.close()
+
+    def close(self) -> None:
+        """Abandon all that is open."""
+        for key in (*self._open, *self._resolving):
+            self.abandon(key)
+
+    def _look_up(self, key: K, address: Address) -> None:
+        # A name server may take its time, which the caller does not have.
+        try:
+            self._resolved.put((key, _resolve(address)))
+        finally:
+            self._lookups.release()
+
+    def _ask(
+        self,
+        key: K,
+        address: Address,
+        request: SideChannelRequest,
+        resolved: str | SideChannelFailure,
+        deadline: float,
+    ) -> None:
+        if isinstance(resolved, SideChannelFailure):
+            self._failed.append(Exchange(key, None, str(resolved)))
+            return
+        try:
+            # There may be no socket left: a context has a limit.
+            sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            self._failed.append(Exchange(key, None, str(error)))
+            return
+        try:
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.setsockopt(zmq.IPV6, 1)
+            sock.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES)
+            if self._token is not None:
+                self._token.secure_client(sock)
+            sock.connect(resolved)
+            sock.send_multipart([b"", encode(request)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            sock.close()
+            self._failed.append(Exchange(key, None, str(error)))
+            return
+        self._open[key] = (sock, address, deadline)
+
+    def _take_lookups(self, now: float) -> None:
+        while not self._resolved.empty():
+            key, resolved = self._resolved.get()
+            waiting = self._resolving.pop(key, None)
+            if waiting is not None:
+                address, request, deadline = waiting
+                self._ask(key, address, request, resolved, deadline)
+        for key, (address, _, deadline) in list(self._resolving.items()):
+            if now > deadline:
+                del self._resolving[key]
+                failure = (
+                    f"cannot resolve host {address[0]!r} within {self._timeout_text}"
+                )
+                self._failed.append(Exchange(key, None, failure))
+
+    @staticmethod
+    def _answered(key: K, address: Address, payload: bytes) -> Exchange[K]:
+        try:
+            return Exchange(key, _usable(payload))
+        except SideChannelFailure as error:
+            failure = f"the side channel at {address[0]}:{address[1]}: {error}"
+            return Exchange(key, None, failure)
+
+
+@dataclass(frozen=True)
 class Handshake:
     """The end of one handshake: the peer's workers, or why there are none."""
 
@@ -243,115 +410,33 @@ class HandshakeClient:
     """Handshakes in progress with any number of engines; no call waits."""
 
     def __init__(self, timeout: float, token: Token | None = None) -> None:
-        self._timeout = timeout
-        self._token = token
-        self._open: dict[Address, tuple[zmq.Socket[bytes], float]] = {}
-        self._resolving: dict[Address, float] = {}
-        self._resolved: queue.SimpleQueue[tuple[Address, str | SideChannelFailure]] = (
-            queue.SimpleQueue()
+        self._exchanges: Exchanges[Address] = Exchanges(
+            timeout, "handshake_timeout", token
         )
-        self._lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
-        self._failed: list[Handshake] = []
 
     @property
     def pending(self) -> bool:
         """Whether an answer is awaited."""
-        return bool(self._open or self._resolving or self._failed)
+        return self._exchanges.pending
 
     def start(self, address: Address, now: float) -> None:
         """Ask ``address`` for its workers, unless that is under way."""
-        if address in self._open or address in self._resolving:
-            return
-        deadline = now + self._timeout
-        if _is_numeric(address[0]):
-            self._ask(address, _resolve(address), deadline)
-        elif self._lookups.acquire(blocking=False):
-            self._resolving[address] = deadline
-            threading.Thread(
-                target=self._look_up, args=(address,), name="nixl-lookup", daemon=True
-            ).start()
-        else:
-            failure = f"host {address[0]!r}: too many names are being resolved"
-            self._failed.append(Handshake(address, failure=failure))
-
-    def _look_up(self, address: Address) -> None:
-        # A name server may take its time, which the transfer thread does not have.
-        try:
-            self._resolved.put((address, _resolve(address)))
-        finally:
-            self._lookups.release()
-
-    def _ask(
-        self, address: Address, resolved: str | SideChannelFailure, deadline: float
-    ) -> None:
-        if isinstance(resolved, SideChannelFailure):
-            self._failed.append(Handshake(address, failure=str(resolved)))
-            return
-        sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES)
-        if self._token is not None:
-            self._token.secure_client(sock)
-        try:
-            sock.connect(resolved)
-            sock.send_multipart([b"", encode(GetRanks(PROTOCOL_VERSION))], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            sock.close()
-            self._failed.append(Handshake(address, failure=str(error)))
-            return
-        self._open[address] = (sock, deadline)
-
-    def _take_lookups(self, now: float) -> None:
-        while not self._resolved.empty():
-            address, resolved = self._resolved.get()
-            deadline = self._resolving.pop(address, None)
-            if deadline is not None:
-                self._ask(address, resolved, deadline)
-        for address, deadline in list(self._resolving.items()):
-            if now > deadline:
-                del self._resolving[address]
-                failure = (
-                    f"cannot resolve host {address[0]!r} within {self._timeout:g} s "
-                    "(handshake_timeout)"
-                )
-                self._failed.append(Handshake(address, failure=failure))
+        self._exchanges.start(address, address, GetRanks(PROTOCOL_VERSION), now)
 
     def poll(self, now: float) -> list[Handshake]:
         """Handshakes that have ended since the last call."""
-        self._take_lookups(now)
-        ended, self._failed = self._failed, []
-        for address, (sock, deadline) in list(self._open.items()):
-            try:
-                payload = sock.recv_multipart(zmq.NOBLOCK)[-1]
-            except zmq.Again:
-                if now <= deadline:
-                    continue
-                result = Handshake(
-                    address,
-                    failure=f"no answer from the side channel at {address[0]}:"
-                    f"{address[1]} within {self._timeout:g} s (handshake_timeout); "
-                    "check that the engine is up, the port is open and both sides "
-                    "have the same side_channel_token_file",
-                )
-            else:
-                result = self._result(address, payload)
-            sock.close()
-            del self._open[address]
-            ended.append(result)
-        return ended
+        return [self._result(ended) for ended in self._exchanges.poll(now)]
 
     def close(self) -> None:
         """Abandon what is in progress."""
-        for sock, _ in self._open.values():
-            sock.close()
-        self._open.clear()
-        self._resolving.clear()
+        self._exchanges.close()
 
     @staticmethod
-    def _result(address: Address, payload: bytes) -> Handshake:
+    def _result(ended: Exchange[Address]) -> Handshake:
+        address, reply = ended.key, ended.reply
+        if reply is None:
+            return Handshake(address, failure=ended.failure)
         try:
-            reply = _usable(payload)
             if not isinstance(reply, Ranks):
                 raise SideChannelFailure(f"unexpected {type(reply).__name__}")
             if len(reply.ranks) > MAX_RANKS:

@@ -7,7 +7,6 @@ it can be called from any one thread instead.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from vllm.logger import init_logger
 
@@ -17,7 +16,9 @@ from .auth import Token
 from .commands import (
     CancelReceive,
     Expect,
+    Keep,
     Receive,
+    Retire,
     TellNotNeeded,
     Unwatch,
     Watch,
@@ -43,16 +44,17 @@ from .handoff.actions import (
     StartWrite,
     TransferSize,
 )
+from .handoff.kept import KeptTable, is_kept
 from .handoff.receiver import ReceiverTable
 from .handoff.sender import SenderTable
 from .handoff.watches import Watches
-from .ids import AgentName, Mode, RegistrationId
+from .ids import AgentName
+from .movement import Movement
 from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
-from .plan import Pages, Piece, PlanError, plan
 from .side_channel import Address
 from .stats import StatsCollector
-from .transfers import TransferEnded, TransferPool
+from .transfers import TransferEnded
 from .wire import (
     PROTOCOL_VERSION,
     Accepted,
@@ -94,7 +96,6 @@ class TransferLoop:
 
     Args:
         config: settings.
-        mode: who moves the bytes.
         agent: the registered NIXL agent.
         local: this rank's description.
         token: the secret that peers must hold, if any.
@@ -105,7 +106,6 @@ class TransferLoop:
     def __init__(
         self,
         config: ConnectorConfig,
-        mode: Mode,
         agent: Agent,
         local: RankInfo,
         token: Token | None,
@@ -117,13 +117,13 @@ class TransferLoop:
         self._local = local
         self._publish = publish
         self._clock = clock
-        self._pages = Pages.of(local.regions)
-        self._prepared = agent.prepare(local.regions, local.mem_type, None)
+        self.stats = StatsCollector()
         self._connections = Connections(config, agent, local, token)
+        self._movement = Movement(config, agent, local, self._connections, self.stats)
         self._sender = SenderTable(config.kv_lease_duration, local.block_size)
-        self._receiver = ReceiverTable(mode, REPEAT_SECONDS)
+        self._kept = KeptTable(config.kv_lease_duration, local.block_size)
+        self._receiver = ReceiverTable(REPEAT_SECONDS)
         self._watches = Watches(config.kv_lease_duration / 3)
-        self._transfers = TransferPool(agent)
         self._offers: deque[PendingOffer] = deque()
         self._waiting: dict[Address, list[Receive | TellNotNeeded]] = {}
         self._next_tick = 0.0
@@ -132,7 +132,6 @@ class TransferLoop:
         self._deaf = False
         self._events: list[Event] = []
         self._tables: dict[str, int] = {}
-        self.stats = StatsCollector()
 
     # ---- the turn
 
@@ -148,7 +147,7 @@ class TransferLoop:
         heard = self._listen(now)
         for event in self._connections.poll(now):
             self._connection_changed(event, now)
-        for ended in self._transfers.advance():
+        for ended in self._movement.advance():
             self._transfer_ended(ended, now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
@@ -167,14 +166,14 @@ class TransferLoop:
         A peer with which a transfer does not end in time is told nothing, since
         the leave is a promise that nothing is written any more.
         """
-        self._transfers.post_no_more()
+        self._movement.post_no_more()
         deadline = self._clock() + CLOSE_SECONDS
-        while len(self._transfers) and self._clock() < deadline:
-            for ended in self._transfers.advance():
+        while len(self._movement) and self._clock() < deadline:
+            for ended in self._movement.advance():
                 self._transfer_ended(ended, self._clock())
             self._perform(self._clock())
         for name in self._connections.all():
-            if not self._transfers.uses(name):
+            if not self._movement.uses(name):
                 self._send(name, Goodbye())
         self._connections.close()
         self._agent.close()
@@ -182,19 +181,21 @@ class TransferLoop:
     def _table_sizes(self) -> dict[str, int]:
         return {
             **self._sender.sizes(),
+            **self._kept.sizes(),
             **self._receiver.sizes(),
             "watches": len(self._watches),
-            "transfers": len(self._transfers),
+            "transfers": len(self._movement),
             "pending_offers": len(self._offers),
             "connecting": sum(len(waiting) for waiting in self._waiting.values()),
         }
 
     def _pace(self, heard: bool) -> Pace:
-        if heard or len(self._transfers) or self._offers or self._backlog:
+        if heard or len(self._movement) or self._offers or self._backlog:
             return Pace.NOW
         if (
             self._receiver.busy
             or self._sender.busy
+            or self._kept.busy
             or self._connections.pending
             or len(self._watches)
         ):
@@ -224,6 +225,10 @@ class TransferLoop:
                 self._do(
                     self._sender.withdraw(command.transfer_id, command.reason, now)
                 )
+            case Keep():
+                self._kept.keep(command.offer, now)
+            case Retire():
+                self._do(self._kept.retire(command.name, now))
             case Watch():
                 self._watches.add(command.transfer_id, command.address)
                 if self._connections.sources(command.address) is None:
@@ -286,14 +291,16 @@ class TransferLoop:
                             )
                         )
             case PeerLost():
-                self._transfers.fail_peer(event.peer, event.reason)
+                self._movement.fail_peer(event.peer, event.reason)
                 self._do(self._sender.peer_lost(event.peer, now))
+                self._do(self._kept.peer_lost(event.peer, now))
                 self._do(self._receiver.peer_lost(event.peer, event.reason, now))
             case PeerGone():
-                self._transfers.fail_peer(event.peer, event.reason)
+                self._movement.fail_peer(event.peer, event.reason)
                 self._do(self._sender.peer_lost(event.peer, now))
+                self._do(self._kept.peer_lost(event.peer, now))
                 self._do(self._receiver.peer_gone(event.peer, event.reason, now))
-                if not self._transfers.uses(event.peer):
+                if not self._movement.uses(event.peer):
                     self._connections.drop(event.peer)
 
     # ---- notifications
@@ -336,6 +343,8 @@ class TransferLoop:
     def _dispatch(self, name: AgentName, peer: Peer, body: Message, now: float) -> None:
         sender, receiver = self._sender, self._receiver
         match body:
+            case LeaseRequest() | ReadDone() | Cancel() if is_kept(body.transfer_id):
+                self._tell_kept(name, body, now)
             case Register():
                 self._do(sender.register(name, body, now))
             case LeaseRequest():
@@ -384,36 +393,30 @@ class TransferLoop:
             case Goodbye():
                 self._connections.left(name)
 
+    def _tell_kept(
+        self, name: AgentName, body: LeaseRequest | ReadDone | Cancel, now: float
+    ) -> None:
+        match body:
+            case LeaseRequest():
+                self._do(self._kept.lease_request(name, body, now))
+            case ReadDone():
+                self._do(self._kept.read_done(name, body, now))
+            case Cancel():
+                self._do(self._kept.cancel(name, body.registration_id, now))
+
     # ---- transfers
 
     def _start_write(self, action: StartWrite, now: float) -> None:
-        positions = action.want.block_range(self._local.block_size)
-        local = [
-            group[positions.start : positions.stop] for group in action.offer.blocks
-        ]
-        registration_id = action.registration_id
-
-        def done(seq: int, total: int, piece: Piece) -> bytes:
-            body = Done(registration_id, seq, total, piece.bytes, piece.descriptors)
-            return encode(Packet(PROTOCOL_VERSION, None, body))
-
-        failure = self._start(
-            "WRITE", action.peer, registration_id, local, action.remote_blocks, done
-        )
+        failure = self._movement.write(action)
         if failure is not None:
             self._do(
-                self._sender.written(registration_id, TransferSize(), failure, now)
+                self._sender.written(
+                    action.registration_id, TransferSize(), failure, now
+                )
             )
 
     def _start_read(self, action: StartRead, now: float) -> None:
-        failure = self._start(
-            "READ",
-            action.peer,
-            action.registration_id,
-            action.local_blocks,
-            action.remote_blocks,
-            lambda *_: b"",
-        )
+        failure = self._movement.read(action)
         if failure is not None:
             self._do(
                 self._receiver.read_ended(
@@ -421,61 +424,7 @@ class TransferLoop:
                 )
             )
 
-    def _start(
-        self,
-        operation: str,
-        name: AgentName,
-        registration_id: RegistrationId,
-        local: Any,
-        remote: Any,
-        notification: Callable[[int, int, Piece], bytes],
-    ) -> str | None:
-        peer = self._connections.usable(name)
-        if peer is None:
-            return "the peer was lost"
-        try:
-            prepared = self._connections.prepared(name)
-            pieces = plan(
-                self._pages,
-                peer.info.regions[0].num_blocks,
-                local,
-                remote,
-                self._config.max_transfer_bytes,
-            )
-        except (PlanError, AgentError) as error:
-            self.stats.failure(names.FAILED_TRANSFERS)
-            return str(error)
-        except Exception as error:
-            logger.exception("%s could not be planned", operation)
-            return f"internal error: {error}"
-        self._transfers.start(
-            operation,
-            name,
-            registration_id,
-            self._prepared,
-            prepared,
-            pieces,
-            notification,
-        )
-        return None
-
     def _transfer_ended(self, ended: TransferEnded, now: float) -> None:
-        if ended.failure is None:
-            self.stats.transfer(
-                ended.seconds,
-                ended.post_seconds,
-                ended.size.bytes,
-                ended.size.descriptors,
-            )
-        else:
-            self.stats.failure(names.FAILED_TRANSFERS)
-            logger.warning(
-                "%s for registration %s with agent %s failed: %s",
-                ended.operation,
-                ended.registration_id,
-                ended.peer,
-                ended.failure,
-            )
         if ended.operation == "WRITE":
             actions = self._sender.written(
                 ended.registration_id, ended.size, ended.failure, now
@@ -490,15 +439,16 @@ class TransferLoop:
 
     def _tick(self, now: float) -> None:
         self._do(self._sender.tick(now))
+        self._do(self._kept.tick(now))
         self._do(self._receiver.tick(now))
         for address, transfer_ids in self._watches.due(now).items():
             for name in self._connections.sources(address) or ():
                 self._do([Send(name, Renew(transfer_ids))])
-        owing = self._receiver.peers() | self._sender.peers()
+        owing = self._receiver.peers() | self._sender.peers() | self._kept.peers()
         for name in self._connections.tick(owing, now):
             self._do([Send(name, Ping())])
         for name in self._connections.expendable(now):
-            if name not in owing and not self._transfers.uses(name):
+            if name not in owing and not self._movement.uses(name):
                 self._connections.drop(name)
 
     # ---- performing what the state machines ask

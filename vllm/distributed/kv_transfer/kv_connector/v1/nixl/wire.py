@@ -22,6 +22,9 @@ MAX_PACKET_BYTES = 16 << 20
 MAX_RANK_BYTES = 4 << 20
 """Largest encoded :class:`RankInfo`: its receiver keeps it."""
 
+DIGEST_BYTES = 16
+"""Length of what stands for a block's content in :class:`Kept`."""
+
 MAX_REASON_CHARS = 1000
 """Of a peer's reason for something, so much is kept."""
 
@@ -304,6 +307,18 @@ class GetFailure(_Message, frozen=True, tag="get_failure"):
     transfer_id: Transfer
 
 
+class Lookup(_Message, frozen=True, tag="lookup"):
+    """Side channel: what do you keep of the turn that had this name?"""
+
+    transfer_id: Transfer
+
+
+class Release(_Message, frozen=True, tag="release"):
+    """Side channel: the KV of that turn is not needed any more."""
+
+    transfer_id: Transfer
+
+
 class Ranks(_Message, frozen=True, tag="ranks"):
     """Answer to :class:`GetRanks`: encoded :class:`RankInfo` of each worker."""
 
@@ -316,14 +331,42 @@ class Report(_Message, frozen=True, tag="report"):
     json: bytes
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """KV of one request that a decode engine keeps, and what tells its content.
+
+    ``name`` stands for the hand-off's in the messages about the READ. The digests
+    are of :data:`DIGEST_BYTES` each, one per full block: of the engine's block
+    hashes, comparable where ``hashing`` is equal, and of the tokens alone, empty
+    where tokens do not tell all. ``tail`` is of the tokens after the last full
+    block, empty where there are none or tokens do not tell all.
+    """
+
+    name: Transfer
+    generation: Count
+    num_tokens: Count
+    block_size: Count
+    hashing: str
+    hash_digests: bytes
+    token_digests: bytes
+    tail: bytes
+
+
+class Found(_Message, frozen=True, tag="found"):
+    """Answer to :class:`Lookup`: one entry per answer that was kept, or none."""
+
+    kept: tuple[Kept, ...]
+
+
 class SideChannelError(_Message, frozen=True, tag="error"):
     """Answer to a request that cannot be served."""
 
     reason: str
 
 
-SideChannelRequest: TypeAlias = GetRanks | GetIntegrity | GetHandoffs | GetFailure
-SideChannelReply: TypeAlias = Ranks | Report | SideChannelError
+SideChannelRequest: TypeAlias = (
+    GetRanks | GetIntegrity | GetHandoffs | GetFailure | Lookup | Release
+)
+SideChannelReply: TypeAlias = Ranks | Report | Found | SideChannelError
 
 
 def printable(text: str) -> str:

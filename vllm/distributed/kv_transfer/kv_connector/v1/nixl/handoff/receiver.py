@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side of hand-offs, for one worker rank.
+"""The side that obtains KV from another engine, for one worker rank.
 
-One attempt to obtain KV goes through::
+One attempt goes through::
 
-    CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    push
-    CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      pull
+    CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    WRITE
+    CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      READ
           any of them ──▶ QUIESCING ──▶ gone
 
 QUIESCING means that the outcome is known to the scheduler while it is not yet
@@ -73,7 +73,8 @@ class _Source:
 class ReceiveRequest:
     """One attempt: which tokens, into which blocks, within how long (seconds).
 
-    ``blocks`` holds, per KV cache group, the block ids for the positions from
+    With ``mode`` push the other side WRITEs, with pull this one READs. ``blocks``
+    holds, per KV cache group, the block ids for the positions from
     ``want.first_token`` on.
     """
 
@@ -82,6 +83,7 @@ class ReceiveRequest:
     want: Want
     blocks: tuple[BlockArray, ...]
     timeout: float
+    mode: Mode
 
 
 @dataclass
@@ -96,18 +98,21 @@ class _Attempt:
     read_failure: str | None = None
     size: TransferSize = field(default_factory=TransferSize)
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank READs, and is not written to."""
+        return self.request.mode is Mode.PULL
+
 
 class ReceiverTable:
     """All attempts of this rank to obtain KV.
 
     Args:
-        mode: who moves the bytes.
         repeat: seconds after which an unanswered request is said again, and
             after which a lease in use is renewed.
     """
 
-    def __init__(self, mode: Mode, repeat: float) -> None:
-        self._mode = mode
+    def __init__(self, repeat: float) -> None:
         self._repeat = repeat
         self._attempts: dict[RegistrationId, _Attempt] = {}
 
@@ -167,7 +172,7 @@ class ReceiverTable:
     def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
         """One piece has landed."""
         attempt, source = self._lookup(peer, msg.registration_id)
-        if attempt is None or source is None or self._mode is not Mode.PUSH:
+        if attempt is None or source is None or attempt.reads:
             return []
         if msg.seq not in source.pieces:
             source.pieces.add(msg.seq)
@@ -180,7 +185,7 @@ class ReceiverTable:
     ) -> list[Action]:
         """All pieces have landed, said again."""
         attempt, source = self._lookup(peer, registration_id)
-        if attempt is None or source is None or self._mode is not Mode.PUSH:
+        if attempt is None or source is None or attempt.reads:
             return []
         source.finished = True
         return self._progress(attempt, now)
@@ -212,7 +217,7 @@ class ReceiverTable:
     def granted(self, peer: AgentName, msg: LeaseGranted, now: float) -> list[Action]:
         """P has leased its blocks to us: read them."""
         attempt, source = self._lookup(peer, msg.registration_id)
-        if attempt is None or source is None or self._mode is not Mode.PULL:
+        if attempt is None or source is None or not attempt.reads:
             return []
         if source.granted is not None:
             if source.granted.generation != msg.generation:
@@ -334,8 +339,7 @@ class ReceiverTable:
                 actions += self._fail(
                     attempt,
                     FailureKind.TIMEOUT,
-                    f"no KV came within {attempt.request.timeout:g} s "
-                    "(push_registration_timeout)",
+                    f"no KV came within {attempt.request.timeout:g} s",
                     now,
                 )
             elif attempt.state is not _State.CONNECTING and now >= attempt.next_send:
@@ -403,7 +407,7 @@ class ReceiverTable:
                 for name, source in attempt.sources.items()
                 if source.granted is not None and not source.finished
             ]
-        elif self._mode is Mode.PUSH:
+        elif not attempt.reads:
             message = Register(
                 request.transfer_id,
                 request.registration_id,
@@ -458,7 +462,7 @@ class ReceiverTable:
         ]
 
     def _is_quiet(self, attempt: _Attempt) -> bool:
-        if self._mode is Mode.PULL:
+        if attempt.reads:
             return attempt.open_reads == 0
         return all(source.quiet or source.done for source in attempt.sources.values())
 

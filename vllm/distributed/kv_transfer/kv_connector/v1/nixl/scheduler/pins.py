@@ -15,6 +15,7 @@ class Block(Protocol):
 
     block_id: int
     is_null: bool
+    ref_cnt: int
 
 
 class Pool(Protocol):
@@ -22,6 +23,7 @@ class Pool(Protocol):
 
     blocks: Sequence[Block]
     num_gpu_blocks: int
+    hash_block_size: int
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Add a reference to each block."""
@@ -39,6 +41,7 @@ class PinState(StrEnum):
     EXPOSED_FOR_SEND = "exposed_for_send"
     EXPOSED_FOR_RECEIVE = "exposed_for_receive"
     QUIESCING = "quiescing"
+    RETAINED = "retained"
 
 
 class Pin:

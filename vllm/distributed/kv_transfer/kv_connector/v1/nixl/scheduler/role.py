@@ -5,14 +5,17 @@ All methods run on the engine thread; the side channel's thread only reads sizes
 """
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from .. import stats as names
 from ..auth import AllowedPeers, Token
 from ..commands import (
+    Command,
     NixlConnectorMetadata,
     NixlHandshakeMetadata,
     NixlWorkerMetadata,
@@ -30,14 +33,17 @@ from ..params import (
 )
 from ..side_channel import SideChannelServer
 from ..stats import NixlKVConnectorStats, StatsCollector
+from ..wire import Kept
+from .content import ContentIndex
 from .decode import DecodeSide
+from .loads import Loads
 from .pins import PinBoard, PinState
 from .prefill import PrefillSide
 from .records import Records
+from .turns import Turns
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -73,6 +79,16 @@ class NixlScheduler:
         self._pins = PinBoard()
         self._records = Records()
         self._stats = StatsCollector()
+        self._commands: list[Command] = []
+        self._loads = Loads(
+            block_size,
+            world_size,
+            self._pins,
+            self._records,
+            self._stats,
+            self._commands,
+            self._take_apart,
+        )
         self._prefill = PrefillSide(
             mode,
             self._address,
@@ -84,22 +100,40 @@ class NixlScheduler:
         )
         self._decode = DecodeSide(
             mode,
-            block_size,
-            world_size,
             config.push_registration_timeout,
             suffix,
-            self._pins,
+            self._loads,
             self._records,
-            self._stats,
+            self._commands,
         )
+        self._turns: Turns | None = None
+        if config.bidirectional_kv_xfer:
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+            self._turns = Turns(
+                config,
+                self._address,
+                block_size,
+                ContentIndex(block_size, str(algorithm)),
+                world_size,
+                self._loads,
+                self._pins,
+                self._records,
+                self._commands,
+                self._token,
+            )
+        self._manager: KVCacheManager | None = None
+        self._counted: Counter[str] = Counter()
         self._tables: dict[int, dict[str, int]] = {}
         self._server: SideChannelServer | None = None
 
     # ---- set-up and end
 
-    def bind_block_pool(self, pool: "BlockPool") -> None:
-        """The pool whose blocks are pinned."""
-        self._pins.bind(pool)
+    def bind_manager(self, manager: "KVCacheManager") -> None:
+        """The engine's cache manager, in whose pool blocks are pinned."""
+        self._manager = manager
+        self._pins.bind(manager.block_pool)
+        if self._turns is not None:
+            self._turns.bind(manager)
 
     def serve(self, workers: dict[tuple[int, int], NixlHandshakeMetadata]) -> None:
         """Open the side channel, now that the workers have described themselves.
@@ -127,6 +161,8 @@ class NixlScheduler:
         server, self._server = self._server, None
         if server is not None:
             server.close()
+        if self._turns is not None:
+            self._turns.close()
 
     # ---- requests
 
@@ -144,37 +180,54 @@ class NixlScheduler:
             return
         if isinstance(params, PrefillParams):
             self._prefill.new_request(request, params)
-        elif isinstance(params, DecodeParams):
-            if not self._allowed.allows(params.address.host):
-                logger.warning(
-                    "Request %s is served without a hand-off: remote_host %r is not "
-                    "in allowed_peers",
-                    request.request_id,
-                    params.address.host,
-                )
-                self._records.count("peer_not_allowed")
-                return
-            self._decode.new_request(request, params)
+            earlier = params.earlier
+            if (
+                self._turns is not None
+                and earlier is not None
+                and self._may_contact(request, earlier.host)
+            ):
+                self._turns.new_prefill(request, earlier, time.monotonic())
+        elif isinstance(params, DecodeParams) and self._may_contact(
+            request, params.address.host
+        ):
+            transfer_id = self._decode.new_request(request, params)
+            if self._turns is not None:
+                self._turns.new_decode(request, params, transfer_id)
 
-    def matched_tokens(self, request: "Request", computed: int) -> tuple[int, bool]:
-        """Tokens that another engine will provide, and whether asynchronously."""
-        count = self._decode.matched(RequestId(request.request_id), computed)
-        return count, count > 0
+    def matched_tokens(
+        self, request: "Request", computed: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that another engine will provide, and whether asynchronously.
+
+        ``None``: that is not known yet.
+        """
+        request_id = RequestId(request.request_id)
+        count: int | None = self._decode.matched(request_id, computed)
+        if self._turns is not None:
+            if not count:
+                count = self._turns.matched(request_id, computed)
+            self._turns.make_room(request)
+        return count, bool(count)
 
     def allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
         """Blocks were allocated for a request."""
-        self._decode.allocated(
-            RequestId(request.request_id), blocks, external_tokens, time.monotonic()
-        )
+        request_id, now = RequestId(request.request_id), time.monotonic()
+        self._decode.allocated(request_id, blocks, external_tokens, now)
+        if self._turns is not None:
+            self._turns.allocated(request_id, blocks, external_tokens, now)
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
         """A request has ended; returns the params for its client."""
         self._decode.finished(request)
-        return self._prefill.finished(request, block_ids)
+        self._loads.finished(RequestId(request.request_id))
+        result = self._prefill.finished(request, block_ids)
+        if self._turns is not None:
+            return self._turns.finished(request, block_ids, time.monotonic()) or result
+        return result
 
     # ---- steps
 
@@ -182,9 +235,17 @@ class NixlScheduler:
         """This step's orders to the workers."""
         now = time.monotonic()
         commands, offers = self._prefill.build(output, now)
-        self._decode.warn_of_quarantine(now)
-        more, failing, reply = self._decode.build()
-        return NixlConnectorMetadata((*commands, *more), tuple(offers), failing, reply)
+        self._loads.warn_of_quarantine(now)
+        if self._turns is not None:
+            self._turns.tick(now)
+        commands += self._commands
+        self._commands.clear()
+        return NixlConnectorMetadata(
+            tuple(commands),
+            tuple(offers),
+            self._loads.failing(),
+            self._loads.completions_due,
+        )
 
     def update(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports of a step and complete what they complete."""
@@ -192,22 +253,47 @@ class NixlScheduler:
         if isinstance(metadata, NixlWorkerMetadata):
             for report in metadata.reports:
                 self._take(report)
-        self._decode.complete(output)
+        self._loads.complete(output)
 
     def stats(self) -> NixlKVConnectorStats | None:
         """What the scheduler side has observed since the last call."""
-        self._stats.quarantine(self._pins.counts()[PinState.QUIESCING])
+        pinned = self._pins.counts()
+        self._stats.held(names.QUARANTINED, pinned[PinState.QUIESCING])
+        self._stats.held(names.RETAINED, pinned[PinState.RETAINED])
+        totals = Counter(self._records.totals())
+        new = totals - self._counted
+        self._counted = totals
+        outcomes = {name: new[f"reader_{name}"] for name in names.REUSE_OUTCOMES}
+        self._stats.reused(outcomes, new["reader_tokens"])
         return self._stats.take()
 
     def wants_steps(self) -> bool:
         """Whether an engine without requests should step on for a moment."""
         now = time.monotonic()
-        return self._prefill.release_due(now) or self._decode.release_due(now)
+        return (
+            bool(self._commands)
+            or self._prefill.release_due(now)
+            or self._loads.release_due(now)
+            or (self._turns is not None and self._turns.release_due(now))
+        )
+
+    def yield_blocks(self) -> bool:
+        """Whether a running request that lacks blocks should wait for a step."""
+        return self._turns is not None and self._turns.yield_some(time.monotonic())
+
+    def reset_cache(self) -> bool:
+        """Let go of all that is kept; whether it has all gone."""
+        return self._turns is None or self._turns.drop_all()
 
     def integrity(self) -> dict[str, object]:
         """Free blocks, pins by state, entries per table, totals."""
         free, total = self._pins.usage()
-        tables = {**self._prefill.sizes(), **self._decode.sizes()}
+        tables = {
+            **self._prefill.sizes(),
+            **self._decode.sizes(),
+            **self._loads.sizes(),
+            **({} if self._turns is None else self._turns.sizes()),
+        }
         for rank, sizes in sorted(self._tables.copy().items()):
             tables.update({f"rank{rank}_{name}": n for name, n in sizes.items()})
         return {
@@ -228,15 +314,49 @@ class NixlScheduler:
         """What became of one hand-off."""
         return self._records.failure(transfer_id)
 
+    def lookup(self, transfer_id: TransferId) -> tuple[Kept, ...]:
+        """What is kept of a turn of a conversation."""
+        return () if self._turns is None else self._turns.lookup(transfer_id)
+
+    def release(self, transfer_id: TransferId) -> dict[str, bool]:
+        """Let go of it in the next step; whether it is kept."""
+        known = self._turns is not None and self._turns.release_soon(transfer_id)
+        return {"retained": known}
+
+    def _may_contact(self, request: "Request", host: str) -> bool:
+        if self._allowed.allows(host):
+            return True
+        logger.warning(
+            "Request %s is served without KV of another engine: remote_host %r is not "
+            "in allowed_peers",
+            request.request_id,
+            host,
+        )
+        self._records.count("peer_not_allowed")
+        return False
+
+    def _take_apart(self, request: "Request") -> None:
+        """Make a parked request one that has not begun.
+
+        The engine has no hook by which a connector recomputes one request under the
+        policy ``fail``; this is what it does itself under the other.
+        """
+        assert self._manager is not None
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+
     def _take(self, report: RankReport) -> None:
         self._tables[report.rank] = report.tables
         for event in report.events:
             match event:
                 case SenderClosed():
-                    self._prefill.closed(report.rank, event)
+                    if self._turns is None or not self._turns.closed(
+                        report.rank, event
+                    ):
+                        self._prefill.closed(report.rank, event)
                 case Received():
-                    self._decode.received(report.rank, event)
+                    self._loads.received(report.rank, event)
                 case ReceiveFailed():
-                    self._decode.failed(report.rank, event)
+                    self._loads.failed(report.rank, event)
                 case ReceiveQuiet():
-                    self._decode.quiet(report.rank, event)
+                    self._loads.quiet(report.rank, event)

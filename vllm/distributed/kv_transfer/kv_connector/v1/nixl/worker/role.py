@@ -167,7 +167,6 @@ class NixlWorker:
         self._info = self._describe(agent, layout, mem_type)
         return TransferLoop(
             self._config,
-            self._mode,
             agent,
             self._info,
             Token.load(self._config.side_channel_token_file),

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Later turns of a conversation: P reads back what D keeps, and nothing is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from handoff_client import (
+    CLEAN_TIMEOUT_S,
+    COMPLETIONS,
+    POLL_S,
+    Body,
+    Client,
+    assert_clean,
+    completion,
+    decode_params,
+    handoffs,
+    integrity,
+    new_transfer_id,
+    prefill_params,
+    side_channel_address,
+    wait_handoff,
+)
+from handoff_cpu import LIMIT, idle_workers
+from handoff_engines import BLOCK_SIZE, EngineRoom
+from handoff_workload import MAX_TOKENS, Ask, References, Tokens, conversations, words
+from pd_launcher import Engine, Mode, Pair
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    Found,
+    Lookup,
+    Release,
+    Report,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
+
+COMPUTED = "vllm:prompt_tokens_by_source_total.local_compute"
+PREEMPTIONS = "vllm:num_preemptions_total"
+THRESHOLD = 64
+QUESTION_S = 5.0
+
+
+@dataclass
+class Talk:
+    """What a router remembers of one conversation."""
+
+    last: str | None = None
+    turns: list[str] = field(default_factory=list)
+
+
+@pytest_asyncio.fixture
+async def pair(
+    room: EngineRoom, references: References, mode: Mode, client: Client
+) -> AsyncIterator[Pair]:
+    """Two engines that keep conversations, and hold nothing once that is dropped."""
+    running = room.pair(mode, f"{mode}-prefill-turns", f"{mode}-decode-turns")
+    yield running
+    await _forget(client, running.decode)
+    await assert_clean(client, running)
+
+
+async def _forget(client: Client, engine: Engine) -> None:
+    """Let an engine drop all that it keeps."""
+    deadline = time.monotonic() + CLEAN_TIMEOUT_S
+    while True:
+        reply = await client.post(engine, {}, "/reset_prefix_cache")
+        assert reply.status == 200, reply
+        document = await integrity(engine)
+        if not document["pins"]["retained"]:
+            return
+        assert time.monotonic() < deadline, document
+        await client.nudge(engine)
+        await asyncio.sleep(POLL_S)
+
+
+async def _turn(
+    client: Client,
+    pair: Pair,
+    mode: Mode,
+    talk: Talk,
+    prompt: Tokens,
+    *,
+    stream: bool = False,
+    retain: bool = True,
+) -> Tokens:
+    """Do what a multi-turn router does for one turn."""
+    transfer_id = new_transfer_id()
+    body = completion(Ask(prompt))
+    earlier: Body = {}
+    if talk.last is not None:
+        host, port = side_channel_address(pair.decode)
+        earlier = {
+            "retained_transfer_id": talk.last,
+            "remote_host": host,
+            "remote_port": port,
+        }
+    first = {
+        **body,
+        "max_tokens": 1,
+        "kv_transfer_params": {**prefill_params(transfer_id), **earlier},
+    }
+    params: Body = decode_params(transfer_id, pair.prefill)
+    if talk.last is not None:
+        params["release_transfer_id"] = talk.last
+    if not retain:
+        params["retain"] = False
+    second: Body = {**body, "kv_transfer_params": params}
+    if mode == "push":
+        prefill, answer = await asyncio.gather(
+            client.post(pair.prefill, first),
+            _decode(client, pair.decode, second, stream),
+        )
+        assert prefill.status == 200, prefill
+    else:
+        prefill = await client.post(pair.prefill, first)
+        assert prefill.status == 200, prefill
+        params.update(prefill.body["kv_transfer_params"])
+        answer = await _decode(client, pair.decode, second, stream)
+    if retain:
+        talk.last = transfer_id
+    talk.turns.append(transfer_id)
+    return answer
+
+
+async def _decode(client: Client, engine: Engine, body: Body, stream: bool) -> Tokens:
+    if stream:
+        return words(await client.stream(engine, body, COMPLETIONS))
+    return (await client.post(engine, body)).tokens
+
+
+async def _read(pair: Pair, transfer_id: str | None) -> dict[str, Any]:
+    """P's record of what it read of a turn."""
+    assert transfer_id is not None
+    found = [
+        record
+        for record in await handoffs(pair.prefill, transfer_id)
+        if record["role"] == "reader"
+    ]
+    assert found, f"{transfer_id} was not asked for"
+    return found[-1]
+
+
+async def _computed(client: Client, engine: Engine) -> float:
+    return (await client.metrics(engine)).get(COMPUTED, 0.0)
+
+
+@pytest.mark.parametrize("conversation", ["whole", "streamed"])
+async def test_every_turn_is_right_and_computes_what_is_new(
+    client: Client,
+    pair: Pair,
+    mode: Mode,
+    references: References,
+    conversation: str,
+) -> None:
+    talk = Talk()
+    known = 0
+    for prompt in references.turns(conversation):
+        earlier = talk.last
+        before = await _computed(client, pair.prefill)
+
+        answer = await _turn(
+            client, pair, mode, talk, prompt, stream=conversation == "streamed"
+        )
+
+        assert answer == references.expected(prompt)
+        taken = await wait_handoff(pair.decode, talk.turns[-1])
+        assert taken["outcome"] == "received", taken
+        read = 0
+        if earlier is not None:
+            record = await _read(pair, earlier)
+            assert record["outcome"] == "read", record
+            # All but the token that was sampled last.
+            assert record["tokens"] == known - 1, record
+            read = known - 1
+        after = await _computed(client, pair.prefill)
+        assert after - before == len(prompt) - read
+        known = len(prompt) + MAX_TOKENS
+    # Each turn has released the one before it.
+    document = await integrity(pair.decode)
+    assert document["tables"]["retained"] == 1, document
+
+
+async def test_an_edited_history_is_read_as_far_as_it_is_the_same(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    first, second, _ = references.turns("edited")
+    talk = Talk()
+    await _turn(client, pair, mode, talk, first)
+    earlier = talk.last
+    # The client has cut the answer out, and a reasoning model's thoughts with it.
+    edited = first + second[len(first) + MAX_TOKENS :]
+    right = (await client.post(pair.decode, completion(Ask(edited)))).tokens
+
+    answer = await _turn(client, pair, mode, talk, edited)
+
+    assert answer == right
+    record = await _read(pair, earlier)
+    assert record["tokens"] == len(first) // BLOCK_SIZE * BLOCK_SIZE, record
+
+
+async def test_what_is_gone_is_computed(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    first, second, third = references.turns("restarted")
+    talk = Talk()
+    await _turn(client, pair, mode, talk, first)
+    earlier = talk.last
+    assert earlier is not None
+    reply = await asyncio.to_thread(
+        query,
+        side_channel_address(pair.decode),
+        Release(TransferId(earlier)),
+        QUESTION_S,
+    )
+    assert isinstance(reply, Report)
+    await client.nudge(pair.decode)
+
+    answer = await _turn(client, pair, mode, talk, second)
+
+    assert answer == references.expected(second)
+    record = await _read(pair, earlier)
+    assert (record["outcome"], record["tokens"]) == ("missed", 0), record
+    # The turn that was computed anew is kept again.
+    assert (await _turn(client, pair, mode, talk, third)) == references.expected(third)
+    assert (await _read(pair, talk.turns[-2]))["outcome"] == "read"
+
+
+async def test_a_few_tokens_are_not_worth_reading(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    prompt, _ = references.turns("threshold")
+    for length, outcome in (
+        (THRESHOLD - MAX_TOKENS, "missed"),
+        (THRESHOLD - MAX_TOKENS + 1, "read"),
+    ):
+        talk = Talk()
+        short = prompt[:length]
+        answer = await _turn(client, pair, mode, talk, short)
+        earlier = talk.last
+        longer = short + answer + prompt[100:130]
+        right = (await client.post(pair.decode, completion(Ask(longer)))).tokens
+
+        assert await _turn(client, pair, mode, talk, longer) == right
+        record = await _read(pair, earlier)
+        assert record["outcome"] == outcome, record
+
+
+async def test_a_whole_answer_says_where_its_kv_is(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    first, second, _ = references.turns("edited")
+    transfer_id = new_transfer_id()
+    body = completion(Ask(first))
+    _, decode = await client.hand_off(pair, mode, body, transfer_id)
+    told = decode.body["kv_transfer_params"]
+    assert told["remote_num_tokens"] == len(first) + MAX_TOKENS - 1
+    assert 0 < told["remote_blocks_expiry_time"] - time.time() < 500
+    assert "remote_block_ids" not in told
+
+    # Routers that know nothing of it hand the whole dict to the prefill leg.
+    reply = await client.post(
+        pair.prefill, {**completion(Ask(second, 1)), "kv_transfer_params": told}
+    )
+
+    assert reply.tokens == references.expected(second, 1)
+    assert (await _read(pair, transfer_id))["outcome"] == "read"
+
+
+async def test_a_router_remembers_conversations(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    before = await client.metrics(pair.prefill)
+    read = 0
+    prompts = references.turns("routed")
+    for turn, prompt in enumerate(prompts):
+        body = completion(Ask(prompt), conversation_id="routed")
+        if turn % 2:
+            answer = words(await client.stream(pair.router, body))
+        else:
+            answer = (await client.post(pair.router, body)).tokens
+        assert answer == references.expected(prompt)
+        read += len(prompt) + MAX_TOKENS - 1 if turn + 1 < len(prompts) else 0
+    after = await client.metrics(pair.prefill)
+
+    asked = sum(len(prompt) for prompt in prompts)
+    assert after[COMPUTED] - before[COMPUTED] == asked - read
+    routed = await client.metrics(pair.router)
+    assert routed["pd_router_conversations"] == 1
+    ended = await client.delete(pair.router, "/conversations/routed")
+    assert ended.body == {"ended": True, "released": True}, ended
+    await client.nudge(pair.decode)
+    document = await integrity(pair.decode)
+    assert not document["tables"]["retained"], document
+
+
+async def test_a_crowd_that_does_not_fit(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    before = await client.metrics(pair.decode)
+
+    async def converse(name: str) -> list[str]:
+        talk = Talk()
+        problems: list[str] = []
+        for prompt in references.turns(name):
+            answer = await _turn(client, pair, mode, talk, prompt)
+            problem = references.check(Ask(prompt), answer)
+            problems += [] if problem is None else [problem]
+        return problems
+
+    names = [name for name in conversations() if name.startswith("crowd")]
+    found = await asyncio.gather(*(converse(name) for name in names))
+
+    assert [problem for problems in found for problem in problems] == []
+    after = await client.metrics(pair.decode)
+    assert after[PREEMPTIONS] == before[PREEMPTIONS]
+
+
+async def test_an_engine_that_keeps_sleeps(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    (prompt, *_) = references.turns("whole")
+    talk = Talk()
+    await _turn(client, pair, mode, talk, prompt)
+    assert talk.last is not None
+    (worker,) = await idle_workers(pair.decode)
+    assert worker < LIMIT
+    reply = await asyncio.to_thread(
+        query,
+        side_channel_address(pair.decode),
+        Lookup(TransferId(talk.last)),
+        QUESTION_S,
+    )
+    assert isinstance(reply, Found)
+    assert len(reply.kept) == 1

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV that a decode engine keeps after an answer, for one worker rank.
+
+Unlike a hand-off's, it may be read any number of times, and by whom is not known in
+advance. It goes through::
+
+    KEPT ──retire──▶ RETIRING ──▶ closed
+
+A reader holds a lease. What is retired grants no new one and prolongs none, so it
+closes when the READs under way have ended, or their leases have. A READ counts only
+if its lease was not over; the reader is told, and discards it otherwise.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..ids import KEPT_PREFIX, AgentName, RegistrationId, TransferId
+from ..wire import (
+    Cancelled,
+    LeaseGranted,
+    LeaseRequest,
+    ReadConfirmed,
+    ReadDone,
+    Refused,
+    Want,
+    pack_blocks,
+)
+from .actions import (
+    Action,
+    CloseReason,
+    Offer,
+    Report,
+    Send,
+    SenderClosed,
+    TransferSize,
+)
+from .history import History
+
+HISTORY = 8192
+MAX_READERS = 4096
+"""Leases on one entry at a time."""
+
+
+def new_name() -> TransferId:
+    """A name for kept KV, which nobody can guess."""
+    return TransferId(KEPT_PREFIX + secrets.token_hex(16))
+
+
+def is_kept(name: TransferId) -> bool:
+    """Whether a message is about kept KV, and not about a hand-off."""
+    return name.startswith(KEPT_PREFIX)
+
+
+@dataclass
+class _Lease:
+    registration_id: RegistrationId
+    peer: AgentName
+    want: Want
+    end: float
+
+
+@dataclass
+class _Entry:
+    offer: Offer
+    kept_at: float
+    leases: dict[RegistrationId, _Lease] = field(default_factory=dict)
+    retiring: bool = False
+    tokens: int = 0
+
+
+class KeptTable:
+    """All kept KV of this rank.
+
+    Args:
+        lease: seconds for which a reader that says nothing may read.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, lease: float, block_size: int) -> None:
+        self._lease = lease
+        self._block_size = block_size
+        self._entries: dict[TransferId, _Entry] = {}
+        self._leases: dict[RegistrationId, TransferId] = {}
+        self._closed: History[TransferId, bool] = History(HISTORY)
+        self._ended: History[RegistrationId, bool] = History(HISTORY)
+
+    # ---- what the scheduler side says
+
+    def keep(self, offer: Offer, now: float) -> None:
+        """KV is computed, pinned, and may be read under the offer's name."""
+        self._entries[offer.transfer_id] = _Entry(offer, now)
+
+    def retire(self, name: TransferId, now: float) -> list[Action]:
+        """Close it as soon as nobody reads it."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return []
+        entry.retiring = True
+        return self._close_if_over(name, entry, now)
+
+    # ---- what readers say
+
+    def lease_request(
+        self, peer: AgentName, msg: LeaseRequest, now: float
+    ) -> list[Action]:
+        """A peer wants to read, or to read on."""
+        registration_id = msg.registration_id
+        if self._ended.get(registration_id) is not None:
+            return [Send(peer, Refused(registration_id, "its READ has ended"))]
+        entry = self._entries.get(msg.transfer_id)
+        if entry is None:
+            if self._closed.get(msg.transfer_id):
+                return self._refuse(peer, registration_id, "its KV is kept no longer")
+            # The order to keep it may still be on its way here.
+            return []
+        held = entry.leases.get(registration_id)
+        if held is None and registration_id in self._leases:
+            return []
+        if held is None:
+            reason = self._unfit(entry, msg.want)
+            if reason is not None:
+                return self._refuse(peer, registration_id, reason)
+            held = _Lease(registration_id, peer, msg.want, now)
+            entry.leases[registration_id] = held
+            self._leases[registration_id] = msg.transfer_id
+        elif held.peer != peer or entry.retiring:
+            return []
+        held.end = now + self._lease
+        wanted = held.want.block_range(self._block_size)
+        blocks = tuple(
+            pack_blocks(group[wanted.start : wanted.stop])
+            for group in entry.offer.blocks
+        )
+        return [
+            Send(
+                peer,
+                LeaseGranted(
+                    registration_id, entry.offer.generation, self._lease, blocks
+                ),
+            )
+        ]
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        """A READ has ended; whether it counts."""
+        found = self._find(peer, msg.registration_id)
+        if found is None:
+            counted = bool(self._ended.get(msg.registration_id))
+            return [Send(peer, ReadConfirmed(msg.registration_id, counted))]
+        name, entry, lease = found
+        counts = (
+            msg.ok
+            and now <= lease.end
+            and msg.generation == entry.offer.generation
+            and msg.transfer_id == name
+        )
+        if counts:
+            entry.tokens += lease.want.num_tokens
+        self._end(entry, lease, counts)
+        confirmed = Send(peer, ReadConfirmed(msg.registration_id, counts))
+        return [confirmed, *self._close_if_over(name, entry, now)]
+
+    def cancel(
+        self, peer: AgentName, registration_id: RegistrationId, now: float
+    ) -> list[Action]:
+        """A reader has given up, and reads no more."""
+        found = self._find(peer, registration_id)
+        answer = Send(peer, Cancelled(registration_id))
+        if found is None:
+            if registration_id in self._leases:
+                return []
+            if self._ended.get(registration_id) is None:
+                self._ended.put(registration_id, False)
+            return [answer]
+        name, entry, lease = found
+        self._end(entry, lease, False)
+        return [answer, *self._close_if_over(name, entry, now)]
+
+    # ---- what the transport and the clock say
+
+    def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
+        """A reader does not answer; if it comes back, its READ does not count."""
+        return self._end_leases(lambda lease: lease.peer == peer, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """End the leases that are over."""
+        return self._end_leases(lambda lease: now > lease.end, now)
+
+    # ---- what the shell asks
+
+    def sizes(self) -> dict[str, int]:
+        """Entries per table."""
+        return {"kept": len(self._entries), "kept_leases": len(self._leases)}
+
+    def peers(self) -> set[AgentName]:
+        """Agents that read."""
+        return {
+            lease.peer
+            for entry in self._entries.values()
+            for lease in entry.leases.values()
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody reads; merely keeping asks for nothing."""
+        return bool(self._leases)
+
+    # ---- internals
+
+    def _find(
+        self, peer: AgentName, registration_id: RegistrationId
+    ) -> tuple[TransferId, _Entry, _Lease] | None:
+        name = self._leases.get(registration_id)
+        if name is None:
+            return None
+        entry = self._entries[name]
+        lease = entry.leases[registration_id]
+        return (name, entry, lease) if lease.peer == peer else None
+
+    def _unfit(self, entry: _Entry, want: Want) -> str | None:
+        if entry.retiring:
+            return "its KV is about to be released"
+        if len(entry.leases) >= MAX_READERS:
+            return "too many read it"
+        offer = entry.offer
+        if (
+            want.prompt_tokens != offer.prompt_tokens
+            or want.num_tokens < 1
+            or want.first_token % self._block_size
+            or want.first_token + want.num_tokens > offer.prompt_tokens
+        ):
+            return (
+                f"tokens {want.first_token}+{want.num_tokens} of "
+                f"{want.prompt_tokens} are no block-aligned part of the "
+                f"{offer.prompt_tokens} kept"
+            )
+        return None
+
+    def _refuse(
+        self, peer: AgentName, registration_id: RegistrationId, reason: str
+    ) -> list[Action]:
+        self._ended.put(registration_id, False)
+        return [Send(peer, Refused(registration_id, reason))]
+
+    def _end(self, entry: _Entry, lease: _Lease, counted: bool) -> None:
+        del entry.leases[lease.registration_id]
+        del self._leases[lease.registration_id]
+        self._ended.put(lease.registration_id, counted)
+
+    def _end_leases(self, over: Callable[[_Lease], bool], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for name, entry in list(self._entries.items()):
+            for lease in list(entry.leases.values()):
+                if over(lease):
+                    self._end(entry, lease, False)
+            actions += self._close_if_over(name, entry, now)
+        return actions
+
+    def _close_if_over(
+        self, name: TransferId, entry: _Entry, now: float
+    ) -> list[Action]:
+        if not entry.retiring or entry.leases or name not in self._entries:
+            return []
+        del self._entries[name]
+        self._closed.put(name, True)
+        reason = CloseReason.SERVED if entry.tokens else CloseReason.RELEASED
+        return [
+            Report(
+                SenderClosed(
+                    name,
+                    entry.offer.generation,
+                    reason,
+                    entry.tokens,
+                    TransferSize(),
+                    now - entry.kept_at,
+                )
+            )
+        ]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the state machines want moved to NIXL transfers, and their ends."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from vllm.logger import init_logger
+
+from . import stats as names
+from .agent import Agent, AgentError
+from .config import ConnectorConfig
+from .connections import Connections
+from .handoff.actions import StartRead, StartWrite
+from .ids import AgentName, RegistrationId
+from .plan import Pages, Piece, PlanError, plan
+from .stats import StatsCollector
+from .transfers import TransferEnded, TransferPool
+from .wire import PROTOCOL_VERSION, BlockArray, Done, Packet, RankInfo, encode
+
+logger = init_logger(__name__)
+
+
+class Movement:
+    """The WRITEs and READs of one rank."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        agent: Agent,
+        local: RankInfo,
+        connections: Connections,
+        stats: StatsCollector,
+    ) -> None:
+        self._max_bytes = config.max_transfer_bytes
+        self._block_size = local.block_size
+        self._connections = connections
+        self._stats = stats
+        self._pages = Pages.of(local.regions)
+        self._prepared = agent.prepare(local.regions, local.mem_type, None)
+        self._pool = TransferPool(agent)
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def write(self, action: StartWrite) -> str | None:
+        """Queue a WRITE; returns why it cannot be, if so."""
+        positions = action.want.block_range(self._block_size)
+        local = [
+            group[positions.start : positions.stop] for group in action.offer.blocks
+        ]
+        registration_id = action.registration_id
+
+        def done(seq: int, total: int, piece: Piece) -> bytes:
+            body = Done(registration_id, seq, total, piece.bytes, piece.descriptors)
+            return encode(Packet(PROTOCOL_VERSION, None, body))
+
+        return self._start(
+            "WRITE", action.peer, registration_id, local, action.remote_blocks, done
+        )
+
+    def read(self, action: StartRead) -> str | None:
+        """Queue a READ; returns why it cannot be, if so."""
+        return self._start(
+            "READ",
+            action.peer,
+            action.registration_id,
+            action.local_blocks,
+            action.remote_blocks,
+            lambda *_: b"",
+        )
+
+    def advance(self) -> Iterator[TransferEnded]:
+        """See :meth:`TransferPool.advance`; what has ended is counted."""
+        for ended in self._pool.advance():
+            self._count(ended)
+            yield ended
+
+    def fail_peer(self, peer: AgentName, reason: str) -> None:
+        """See :meth:`TransferPool.fail_peer`."""
+        self._pool.fail_peer(peer, reason)
+
+    def post_no_more(self) -> None:
+        """See :meth:`TransferPool.post_no_more`."""
+        self._pool.post_no_more()
+
+    def uses(self, peer: AgentName) -> bool:
+        """See :meth:`TransferPool.uses`."""
+        return self._pool.uses(peer)
+
+    def _start(
+        self,
+        operation: str,
+        name: AgentName,
+        registration_id: RegistrationId,
+        local: Sequence[BlockArray],
+        remote: Sequence[BlockArray],
+        notification: Callable[[int, int, Piece], bytes],
+    ) -> str | None:
+        peer = self._connections.usable(name)
+        if peer is None:
+            return "the peer was lost"
+        try:
+            prepared = self._connections.prepared(name)
+            pieces = plan(
+                self._pages,
+                peer.info.regions[0].num_blocks,
+                local,
+                remote,
+                self._max_bytes,
+            )
+        except (PlanError, AgentError) as error:
+            self._stats.failure(names.FAILED_TRANSFERS)
+            return str(error)
+        except Exception as error:
+            logger.exception("%s could not be planned", operation)
+            return f"internal error: {error}"
+        self._pool.start(
+            operation,
+            name,
+            registration_id,
+            self._prepared,
+            prepared,
+            pieces,
+            notification,
+        )
+        return None
+
+    def _count(self, ended: TransferEnded) -> None:
+        if ended.failure is None:
+            self._stats.transfer(
+                ended.seconds,
+                ended.post_seconds,
+                ended.size.bytes,
+                ended.size.descriptors,
+            )
+            return
+        self._stats.failure(names.FAILED_TRANSFERS)
+        logger.warning(
+            "%s for registration %s with agent %s failed: %s",
+            ended.operation,
+            ended.registration_id,
+            ended.peer,
+            ended.failure,
+        )
