@@ -21,14 +21,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.extend(
     str(Path(__file__).resolve().parents[2] / folder)
     for folder in (
+        "benchmarks/disagg",
         "tools",
         "examples/disaggregated/disaggregated_serving",
         "tests/v1/kv_connector/nixl_integration",
@@ -49,114 +49,25 @@ from fault_requests import (
     wrong,
 )
 from fault_rules import Plan, Rule
+from handoff_client import integrity
 from handoff_engines import SPEC, engines_lock
 from handoff_workload import Ask, References
-from pd_launcher import Mode
+from soak_tally import ABORTS, MAY_FAIL, MODES, OF_ENGINES, Tally, request_faults
 from tiny_model import random_prompt
 
-MODES: tuple[Mode, ...] = ("push", "pull")
 AT_ONCE = 5
 PROMPTS = 48
 LONGEST_PROMPT = 1500
 ANSWER_TOKENS = (1, 8, 24)
+CONVERSATIONS = 16
+TALK_SHARE = 0.25
+"""Share of the requests that begin a conversation of two turns."""
 FAULT_SHARE = 0.35
 """Share of the requests that get a fault of their own."""
 HUNG_S = 60.0
 PAUSE_S = (4.0, 9.0)
 """Between two faults of a whole engine."""
 FAULT_S = (0.3, 7.0)
-REQUESTS_PER_MINUTE = 40.0
-FAULTS_PER_MINUTE = 8.0
-
-_LOST: dict[Mode, tuple[str, ...]] = {
-    "push": ("register", "accepted", "done"),
-    "pull": ("lease_request", "lease_granted", "read_done", "read_confirmed"),
-}
-_OF_TRANSFER: dict[str, Rule] = {
-    "failed_post": Rule("post", "fail"),
-    "failed_completion": Rule("post", "fail_late"),
-    "slow": Rule("post", "delay", seconds=1.5),
-}
-_OF_MESSAGES: dict[str, Rule] = {
-    "repeated": Rule("send", "repeat"),
-    "delayed": Rule("send", "delay", seconds=0.4),
-}
-_ABORTS = ("abort_prefill", "abort_decode")
-MAY_FAIL = {*_ABORTS, "failed_post", "failed_completion"}
-"""A request is answered in spite of all other faults of its own."""
-
-_OF_ENGINES = ("stop", "cut", "kill")
-
-
-def request_faults(mode: Mode) -> dict[str, Rule | None]:
-    """Faults of single hand-offs by name, with the rule that makes them."""
-    lost = {
-        f"lost_{kind}": Rule("post", "mute", count=1)
-        if kind == "done"
-        else Rule("send", "drop", kind, count=1)
-        for kind in _LOST[mode]
-    }
-    return {**lost, **_OF_TRANSFER, **_OF_MESSAGES, **dict.fromkeys(_ABORTS)}
-
-
-def fault_kinds() -> set[str]:
-    """All that must have happened."""
-    return {kind for mode in MODES for kind in request_faults(mode)} | set(_OF_ENGINES)
-
-
-@dataclass
-class Tally:
-    """What has happened; all but the first four must end up as zero."""
-
-    requests: int = 0
-    untouched: int = 0
-    untouched_ok: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    wrong: int = 0
-    lost: int = 0
-    hung: int = 0
-    leaked: int = 0
-    engine_deaths: int = 0
-    details: list[str] = field(default_factory=list)
-
-    def note(self, detail: str) -> None:
-        """Show what is wrong as it happens."""
-        self.details.append(detail)
-        print(f"!! {detail}", flush=True)
-
-    def line(self) -> str:
-        """The summary."""
-        kinds = ",".join(f"{kind}:{n}" for kind, n in sorted(self.faults.items()))
-        return (
-            f"requests={self.requests} untouched_ok={self.untouched_ok}/"
-            f"{self.untouched} faults={self.faults.total()} by_kind={kinds} "
-            f"wrong={self.wrong} lost={self.lost} hung={self.hung} "
-            f"leaked={self.leaked} engine_deaths={self.engine_deaths}"
-        )
-
-    def shortcomings(self, seconds: float) -> list[str]:
-        """Why a run of ``seconds`` seconds has failed, if it has."""
-        counts = {
-            "wrong": self.wrong,
-            "lost": self.lost,
-            "hung": self.hung,
-            "leaked": self.leaked,
-            "engine_deaths": self.engine_deaths,
-        }
-        found = [f"{name} is {count}" for name, count in counts.items() if count]
-        if self.untouched_ok != self.untouched:
-            found.append("a request that no fault touched has failed")
-        found += [f"no {k} happened" for k in sorted(fault_kinds() - set(self.faults))]
-        minutes = seconds / 60
-        for what, count, floor in (
-            ("requests", self.requests, REQUESTS_PER_MINUTE),
-            ("faults", self.faults.total(), FAULTS_PER_MINUTE),
-        ):
-            if count < floor * minutes:
-                found.append(
-                    f"{count / minutes:.1f} {what} per minute, {floor:g} expected"
-                )
-        return found
 
 
 class Half:
@@ -168,6 +79,7 @@ class Half:
         requests: Requests,
         references: References,
         asks: list[Ask],
+        talks: list[tuple[Ask, Ask]],
         tally: Tally,
         rng: random.Random,
     ) -> None:
@@ -175,6 +87,7 @@ class Half:
         self._requests = requests
         self._references = references
         self._asks = asks
+        self._talks = talks
         self._tally = tally
         self._rng = rng
         self._faults = request_faults(pair.mode)
@@ -207,25 +120,37 @@ class Half:
             await asyncio.sleep(self._rng.uniform(0, 0.1))
 
     async def _one(self) -> None:
-        ask = replace(self._rng.choice(self._asks), stream=self._rng.random() < 0.3)
+        if self._rng.random() >= TALK_SHARE:
+            await self._turn(self._rng.choice(self._asks), None)
+            return
+        first, second = self._rng.choice(self._talks)
+        earlier = await self._turn(first, None)
+        if earlier is not None and not self._stop:
+            await self._turn(second, earlier)
+
+    async def _turn(self, ask: Ask, earlier: str | None) -> str | None:
+        """One request; returns its ``transfer_id`` if it was answered."""
+        ask = replace(ask, stream=self._rng.random() < 0.3)
         fault = self._choose()
-        hand_off = HandOff(self._requests, self._pair, fault or "plain", ask)
+        name = fault or "plain"
+        hand_off = HandOff(self._requests, self._pair, name, ask, earlier)
         started = time.monotonic()
         self._tally.requests += 1
         work = asyncio.create_task(hand_off.run())
-        if fault in _ABORTS:
+        if fault in ABORTS:
             await self._hang_up(hand_off, work, fault)
         done, _ = await asyncio.wait({work}, timeout=HUNG_S)
         if not done:
             self._tally.hung += 1
             self._tally.note(f"{hand_off.transfer_id} hangs")
             work.cancel()
-            return
+            return None
         disturbed = self._was_disturbed(started, time.monotonic())
         self._judge(hand_off, work.result(), fault, disturbed)
         if work.result().status == NO_ANSWER:
             # Its engine is dead; asking without pause would not bring it back.
             await asyncio.sleep(0.5)
+        return hand_off.transfer_id if work.result().status == 200 else None
 
     def _choose(self) -> str | None:
         if self._rng.random() >= FAULT_SHARE:
@@ -274,7 +199,7 @@ class Half:
     # ---- faults of whole engines
 
     async def _disturb(self, seconds: float) -> None:
-        kinds = [*_OF_ENGINES]
+        kinds = [*OF_ENGINES]
         remaining = seconds
         sides: dict[str, Side] = dict.fromkeys(kinds, "P")
         while remaining > 0:
@@ -369,6 +294,9 @@ class Half:
             await self._holds_nothing(side)
         self._count_deaths()
         self._count_faults()
+        counters = (await integrity(self._pair.prefill))["counters"]
+        self._tally.reads += counters.get("reader_read", 0)
+        print(f"   {self._pair.mode}: {counters}", flush=True)
 
     async def _holds_nothing(self, side: Side) -> None:
         held = await clean(self._requests, self._pair.engine(side))
@@ -400,26 +328,52 @@ def workload(rng: random.Random) -> list[Ask]:
     ]
 
 
+def talks(
+    asks: list[Ask], references: References, rng: random.Random
+) -> list[tuple[Ask, Ask]]:
+    """Conversations of two turns; the second repeats the first and its answer."""
+    found = []
+    for ask in rng.sample(asks, CONVERSATIONS):
+        history = ask.prompt + references.expected(ask.prompt, ask.max_tokens)
+        more = tuple(random_prompt(rng.randint(1, 200), rng, SPEC))
+        found.append((ask, Ask(history + more, rng.choice(ANSWER_TOKENS))))
+    return found
+
+
 async def soak(duration: float, seed: int, log_dir: Path) -> Tally:
     """Run both halves."""
     tally, rng = Tally(), random.Random(seed)
-    asks, references = workload(rng), None
+    asks = workload(rng)
+    made: tuple[References, list[tuple[Ask, Ask]]] | None = None
     timeout = aiohttp.ClientTimeout(total=HUNG_S * 2)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         requests = Requests(session)
         for mode in MODES:
-            pair = FaultPair(mode, rng.choice(POLICIES), log_dir)
+            pair = FaultPair(mode, rng.choice(POLICIES), log_dir, keeping=True)
             try:
                 await asyncio.to_thread(pair.start, *SIDES)
-                if references is None:
-                    references = await make_references(requests, pair.decode, asks)
-                half = Half(pair, requests, references, asks, tally, rng)
+                if made is None:
+                    made = await _prepare(requests, pair, asks, rng)
+                references, conversations = made
+                half = Half(pair, requests, references, asks, conversations, tally, rng)
                 await half.run(duration / len(MODES))
             finally:
                 await asyncio.to_thread(pair.close)
             print(tally.line(), flush=True)
     return tally
+
+
+async def _prepare(
+    requests: Requests, pair: FaultPair, asks: list[Ask], rng: random.Random
+) -> tuple[References, list[tuple[Ask, Ask]]]:
+    """Right answers to everything, and the conversations."""
+    references = await make_references(requests, pair.decode, asks)
+    conversations = talks(asks, references, rng)
+    later = [second for _, second in conversations]
+    more = await make_references(requests, pair.decode, later)
+    references.answers.update(more.answers)
+    return references, conversations
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ HANDSHAKE_TIMEOUT_S = 2.0
 LEASE_S = 8.0
 REGISTRATION_TIMEOUT_S = 90.0
 NUM_BLOCKS = 320
+KEPT_S = 4.0
 
 _HERE = Path(__file__).resolve().parent
 _CLASSES: dict[Mode, str] = {
@@ -59,11 +60,16 @@ class FaultPair:
         mode: who moves the KV.
         policy: what the decode engine does with a request whose KV did not come.
         log_dir: where engines write their logs and find their control files.
+        keeping: whether they keep the KV of answers, for some seconds, and read it
+            back.
     """
 
-    def __init__(self, mode: Mode, policy: Policy, log_dir: Path) -> None:
+    def __init__(
+        self, mode: Mode, policy: Policy, log_dir: Path, *, keeping: bool = False
+    ) -> None:
         self.mode = mode
         self.policy = policy
+        self.keeping = keeping
         self.engine_ids: dict[Side, str] = {"P": f"{mode}-P", "D": f"{mode}-D"}
         self.starts = 0
         self.log_dir = log_dir
@@ -148,6 +154,8 @@ class FaultPair:
                 "handshake_timeout": HANDSHAKE_TIMEOUT_S,
                 "kv_lease_duration": LEASE_S,
                 "push_registration_timeout": REGISTRATION_TIMEOUT_S,
+                "bidirectional_kv_xfer": self.keeping,
+                "decoder_kv_blocks_ttl": KEPT_S,
             },
             kv_connector_module_path="faulty_connector",
             kv_load_failure_policy=self.policy,

@@ -121,12 +121,21 @@ class Requests:
 
 
 class HandOff:
-    """One prompt's two legs, which are sent and looked after one by one."""
+    """One prompt's two legs, which are sent and looked after one by one.
+
+    ``earlier`` is the ``transfer_id`` of the conversation's turn before, if any.
+    """
 
     def __init__(
-        self, requests: Requests, pair: FaultPair, name: str, ask: Ask
+        self,
+        requests: Requests,
+        pair: FaultPair,
+        name: str,
+        ask: Ask,
+        earlier: str | None = None,
     ) -> None:
         self.name = name
+        self.earlier = earlier
         self.ask = ask
         self.transfer_id = new_transfer_id(f"{name}.")
         self.prefill: asyncio.Task[Outcome] | None = None
@@ -139,10 +148,15 @@ class HandOff:
 
     def send_prefill(self, prompt: Tokens | None = None) -> None:
         """Send the prefill leg; with another prompt, if given."""
-        body = completion(
-            Ask(prompt or self.ask.prompt, 1),
-            kv_transfer_params=prefill_params(self.transfer_id),
-        )
+        params = prefill_params(self.transfer_id)
+        if self.earlier is not None:
+            host, port = side_channel_address(self._pair.decode)
+            params |= {
+                "retained_transfer_id": self.earlier,
+                "remote_host": host,
+                "remote_port": port,
+            }
+        body = completion(Ask(prompt or self.ask.prompt, 1), kv_transfer_params=params)
         self.prefill = asyncio.create_task(
             self._requests.send(self._pair.prefill, body)
         )
@@ -162,6 +176,8 @@ class HandOff:
             params = decode_params(self.transfer_id, self._pair.prefill)
         else:
             params = {**self._pull_params, "transfer_id": self.transfer_id}
+        if self.earlier is not None:
+            params = {**params, "release_transfer_id": self.earlier}
         if address is not None:
             params = {**params, "remote_host": address[0], "remote_port": address[1]}
         ask = replace(self.ask, stream=False)

@@ -306,6 +306,7 @@ async def test_a_crowd_that_does_not_fit(
     client: Client, pair: Pair, mode: Mode, references: References
 ) -> None:
     before = await client.metrics(pair.decode)
+    evicted = (await integrity(pair.decode))["counters"]["retention_evicted"]
 
     async def converse(name: str) -> list[str]:
         talk = Talk()
@@ -322,6 +323,8 @@ async def test_a_crowd_that_does_not_fit(
     assert [problem for problems in found for problem in problems] == []
     after = await client.metrics(pair.decode)
     assert after[PREEMPTIONS] == before[PREEMPTIONS]
+    # Some had to give way, and were computed anew.
+    assert (await integrity(pair.decode))["counters"]["retention_evicted"] > evicted
 
 
 async def test_an_engine_that_keeps_sleeps(

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import soak_tally
 from handoff_engines import EngineRoom
 
 SOAK = Path(__file__).resolve().parents[4] / "benchmarks" / "disagg" / "soak.py"
@@ -26,28 +25,22 @@ SUMMARY = re.compile(
 )
 
 
-def _module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", SOAK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules["soak"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_shortcomings() -> None:
-    soak = _module()
-
     def tally(**counts: int) -> Any:
-        faults = Counter(dict.fromkeys(soak.fault_kinds(), 2))
-        made = {"requests": 100, "untouched": 50, "untouched_ok": 50, **counts}
-        return soak.Tally(faults=faults, **made)
+        faults = Counter(dict.fromkeys(soak_tally.fault_kinds(), 2))
+        made: dict[str, Any] = {
+            "requests": 100,
+            "untouched": 50,
+            "untouched_ok": 50,
+            "reads": 5,
+        }
+        made.update(counts)
+        return soak_tally.Tally(faults=faults, **made)
 
     assert tally().shortcomings(60.0) == []
     assert tally(untouched_ok=49).shortcomings(60.0)
     assert tally(requests=10).shortcomings(60.0)
+    assert tally(reads=0).shortcomings(60.0) == ["no earlier turn was read back"]
     assert tally().shortcomings(600.0)
     for kind in ("wrong", "lost", "hung", "leaked", "engine_deaths"):
         assert tally(**{kind: 1}).shortcomings(60.0) == [f"{kind} is 1"]

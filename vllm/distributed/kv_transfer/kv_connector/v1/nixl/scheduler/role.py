@@ -303,7 +303,10 @@ class NixlScheduler:
             "total_blocks": total,
             "pins": self._pins.counts(),
             "tables": tables,
-            "counters": self._records.totals(),
+            "counters": {
+                **self._records.totals(),
+                **({} if self._turns is None else self._turns.counters()),
+            },
         }
 
     def handoffs(self) -> list[dict[str, object]]:

@@ -184,6 +184,13 @@ class Turns:
         """Entries per table."""
         return {**self._reuse.sizes(), **self._retention.sizes()}
 
+    def counters(self) -> dict[str, int]:
+        """What was let go of before anybody released it, since the start."""
+        return {
+            "retention_evicted": self._retention.evicted,
+            "retention_expired": self._retention.expired,
+        }
+
     def close(self) -> None:
         """Abandon what is open."""
         self._reuse.close()
