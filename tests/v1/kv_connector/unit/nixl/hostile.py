@@ -106,6 +106,12 @@ PARAMS: list[tuple[str, Any]] = [
         {**_DECODE, "remote_block_ids": "x", "a": _nested(99)},
     ),
     ("many fields", {**_PREFILL, **{f"k{i}": i for i in range(10_000)}}),
+    ("an id like that of kept KV", {**_DECODE, "transfer_id": "kept-x"}),
+    ("an earlier turn without an address", {**_PREFILL, "retained_transfer_id": "t"}),
+    ("an earlier turn as a list", {**_PREFILL, "retained_transfer_id": ["t"]}),
+    ("kept KV by its name", {**_DECODE, **_PREFILL, "retained_transfer_id": "kept-x"}),
+    ("a release of nothing", {**_DECODE, "release_transfer_id": ""}),
+    ("to be kept as a word", {**_DECODE, "retain": "yes"}),
     ("a list", [_DECODE]),
     ("a word", "do_remote_prefill"),
 ]
@@ -140,6 +146,9 @@ _keys = st.sampled_from(
         "tp_size",
         "pp_size",
         "remote_block_ids",
+        "retained_transfer_id",
+        "release_transfer_id",
+        "retain",
     ]
 )
 params = st.builds(
@@ -153,6 +162,7 @@ params = st.builds(
 # ---- messages
 
 TRANSFERS = ["t-open", "t-other"]
+KEPT = "kept-open"
 REGISTRATIONS = ["r-open", "r-other"]
 
 _edges = [0, 1, 15, 16, 17, 31, 32, 96, 2**20, 2**20 + 1, 2**31 - 1, 2**31, 2**62]
@@ -166,7 +176,7 @@ _texts = st.one_of(
 )
 # Most messages are about something that there is.
 _odd_ids = ["", "x" * 512, "x" * 513, "\0", "\U0010ffff"]
-_transfers = st.sampled_from([*TRANSFERS * 5, *_odd_ids])
+_transfers = st.sampled_from([*TRANSFERS * 5, *[KEPT] * 4, *_odd_ids])
 _registrations = st.sampled_from([*REGISTRATIONS * 5, *_odd_ids])
 _ids = st.lists(
     st.one_of(st.integers(0, 31), st.sampled_from([-1, 32, 2**31 - 1, -(2**31)])),

@@ -23,6 +23,7 @@ from v1.kv_connector.unit.nixl.hostile import (
     params,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    KEPT_PREFIX,
     AgentName,
     EngineId,
     TransferId,
@@ -45,17 +46,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     MAX_PACKET_BYTES,
     PROTOCOL_VERSION,
+    Found,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
     Goodbye,
     Hello,
+    Kept,
+    Lookup,
     Packet,
     ProcessInfo,
     RankInfo,
     Ranks,
     RegionInfo,
+    Release,
     Report,
     SideChannelError,
     WireError,
@@ -106,15 +111,24 @@ def check_params(value: object) -> None:
             _check_id(parsed.transfer_id)
             count = parsed.num_receivers
             assert count is None or (type(count) is int and 0 < count <= MAX_RECEIVERS)
+            if (earlier := parsed.earlier) is not None:
+                _check_id(earlier.transfer_id)
+                _check_id(earlier.host)
+                assert type(earlier.port) is int
+                assert 0 < earlier.port < 65536
         case DecodeParams():
             address = parsed.address
             for name in (
                 parsed.transfer_id,
                 parsed.remote_request_id,
+                parsed.releases,
                 address.host,
                 address.engine_id,
             ):
                 _check_id(name)
+            for name in (parsed.transfer_id, parsed.remote_request_id):
+                assert name is None or not name.startswith(KEPT_PREFIX)
+            assert type(parsed.retain) is bool
             assert type(address.port) is int
             assert 0 < address.port < 65536
             for size in (address.tp_size, address.pp_size):
@@ -185,6 +199,9 @@ SIDE_CHANNEL = [
     GetIntegrity(),
     GetHandoffs(),
     GetFailure(TransferId("t")),
+    Lookup(TransferId("t")),
+    Release(TransferId("t")),
+    Found((Kept(TransferId("kept-0"), 1, 17, 16, "h", bytes(16), bytes(16), b"t"),)),
     Ranks((encode(RANK), b"")),
     Report(b"{}"),
     SideChannelError("no"),

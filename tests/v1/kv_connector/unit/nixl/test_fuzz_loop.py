@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from v1.kv_connector.unit.nixl.arena import (
     NoReports,
     free_address,
+    keep,
     offer,
     run,
 )
@@ -26,12 +27,17 @@ from v1.kv_connector.unit.nixl.fuzz_scene import (
     scene,
 )
 from v1.kv_connector.unit.nixl.hostile import (
+    KEPT,
     TRANSFERS,
     bodies,
     mutations,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import Expect, Receive
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
+    Expect,
+    Receive,
+    Retire,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
     Event,
@@ -181,7 +187,9 @@ def test_any_messages_of_a_known_peer(mode: Mode, token: Token | None) -> None:
                 # The attempt is the business of another.
                 assert ends() == []
 
+            s.victim.step(keep(TransferId(KEPT), BLOCKS + 26))
             tell()
+            s.victim.step(Retire(TransferId(KEPT)))
         s.check()
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import is_kept
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     EngineId,
     Mode,
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_ID_CHARS,
     MAX_RECEIVERS,
     DecodeParams,
+    EarlierTurn,
     ParamsError,
     PrefillAddress,
     PrefillParams,
@@ -179,3 +181,50 @@ def test_the_name_outside_is_without_what_the_engine_appended(
     request_id: str, appended: bool, expected: str
 ) -> None:
     assert external_id(request_id, appended) == expected
+
+
+@pytest.mark.parametrize(
+    "key", ["transfer_id", "remote_request_id", "release_transfer_id"]
+)
+def test_a_hand_off_is_not_called_like_kept_kv(key: str) -> None:
+    """Its messages would go to the wrong table, and that would vouch for it."""
+    with pytest.raises(ParamsError, match=rf"{key}.*'kept-'"):
+        parse_params({**DECODE, key: "kept-x"})
+
+
+@pytest.mark.parametrize("key", ["transfer_id", "retained_transfer_id"])
+def test_a_prefill_leg_is_not_called_like_kept_kv(key: str) -> None:
+    address = {"remote_host": "10.0.0.1", "remote_port": 5600}
+    with pytest.raises(ParamsError, match=rf"{key}.*'kept-'"):
+        parse_params({**PREFILL, **address, key: "kept-x"})
+
+
+def test_a_front_end_may_call_a_request_like_kept_kv() -> None:
+    outside = external_id("kept-x-12345678", True)
+    assert outside == external_id("kept-x", False)
+    assert not is_kept(outside)
+
+
+def test_a_prefill_leg_that_continues_a_conversation() -> None:
+    params = {
+        **PREFILL,
+        "retained_transfer_id": "t1",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+    }
+    earlier = EarlierTurn(TransferId("t1"), "10.0.0.1", 5600)
+    assert parse_params(params) == PrefillParams(None, None, earlier)
+    for key in ("remote_host", "remote_port"):
+        with pytest.raises(ParamsError, match=key):
+            parse_params({**params, key: None})
+
+
+def test_a_decode_leg_that_says_what_is_kept() -> None:
+    parsed = parse_params({**DECODE, "retain": False, "release_transfer_id": "t1"})
+    assert isinstance(parsed, DecodeParams)
+    assert (parsed.retain, parsed.releases) == (False, TransferId("t1"))
+    parsed = parse_params({**DECODE, "retain": None})
+    assert isinstance(parsed, DecodeParams)
+    assert (parsed.retain, parsed.releases) == (True, None)
+    with pytest.raises(ParamsError, match="retain"):
+        parse_params({**DECODE, "retain": "no"})

@@ -266,6 +266,15 @@ def test_parts_that_there_are_not(pair: Pair) -> None:
     pair.until_idle()
 
 
+def test_an_engine_that_is_told_to_read_from_itself(pair: Pair) -> None:
+    wanted = pair.wanted()
+    pair.d.step(Receive(wanted, pair.d.address))
+    run([pair.d], _has(pair.d, ReceiveFailed))
+    assert _failure(pair.d).quiet
+    hand_off(pair.p, pair.d, "from another")
+    pair.until_idle()
+
+
 # ---- a keeper in another process
 
 

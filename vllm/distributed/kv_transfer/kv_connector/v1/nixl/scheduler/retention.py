@@ -31,6 +31,10 @@ logger = init_logger(__name__)
 MAX_NAMES_OF_A_TURN = 64
 """Answers of one turn (``n`` > 1) that are kept."""
 
+MAX_ENTRIES = 4096
+"""Entries in all. Conversations with one system prompt share most of their blocks, so
+the budget alone does not bound the memory for what is known of each."""
+
 MAX_RELEASES_PENDING = 65536
 
 YIELD_SECONDS = 0.25
@@ -49,6 +53,25 @@ class _Entry:
     closed_ranks: set[int] = field(default_factory=set)
     retired_at: float = 0.0
     retired_step: int = 0
+
+
+class _Coming:
+    """Blocks that are free once some entries have closed, counted as these come."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._pins: Counter[int] = Counter()
+
+    def will_close(self, entry: _Entry) -> None:
+        """One more that holds its blocks yet."""
+        for block in entry.pin.blocks:
+            self._pins[block.block_id] += 1
+            self.blocks += self._pins[block.block_id] == block.ref_cnt
+
+    def has_closed(self, entry: _Entry) -> None:
+        """One that holds its blocks no more; those to come may be the last now."""
+        for block in entry.pin.blocks:
+            self.blocks += 0 < block.ref_cnt == self._pins[block.block_id]
 
 
 class Retention:
@@ -123,7 +146,7 @@ class Retention:
             )
         )
         for entry in self._oldest():
-            if len(self._held) <= budget:
+            if len(self._held) <= budget and len(self._entries) <= MAX_ENTRIES:
                 break
             self._let_go(entry)
             self.evicted += 1
@@ -153,11 +176,21 @@ class Retention:
 
     def make_room(self, wanted: int) -> None:
         """Let go of the oldest until ``wanted`` blocks are free, or will be soon."""
+        free, _ = self._pins.usage()
+        if free >= wanted or not self._entries:
+            return
+        now = time.monotonic()
+        coming = _Coming()
+        for entry in self._retiring.values():
+            if self._closes_soon(entry, now):
+                coming.will_close(entry)
         for entry in self._oldest():
-            free, _ = self._pins.usage()
-            if free >= wanted or free + self._coming() >= wanted:
+            if self._pins.usage()[0] + coming.blocks >= wanted:
                 break
-            self._let_go(entry)
+            if self._let_go(entry):
+                coming.has_closed(entry)
+            else:
+                coming.will_close(entry)
             self.evicted += 1
 
     def tick(self, now: float) -> None:
@@ -232,7 +265,8 @@ class Retention:
                 return
             yield entry
 
-    def _let_go(self, entry: _Entry) -> None:
+    def _let_go(self, entry: _Entry) -> bool:
+        """Begin to end it; whether that is done."""
         name = entry.kept.name
         with self._lock:
             del self._entries[name]
@@ -252,18 +286,7 @@ class Retention:
             self._retiring[name] = entry
         else:
             self._pins.release(entry.pin)
-
-    def _coming(self) -> int:
-        """Blocks that are free once all entries have closed that do so soon."""
-        now = time.monotonic()
-        ours: Counter[int] = Counter()
-        found = 0
-        for entry in self._retiring.values():
-            if self._closes_soon(entry, now):
-                for block in entry.pin.blocks:
-                    ours[block.block_id] += 1
-                    found += ours[block.block_id] == block.ref_cnt
-        return found
+        return not known_elsewhere
 
     def _closes_soon(self, entry: _Entry, now: float) -> bool:
         return self._recent(now, entry.retired_at, entry.retired_step)
