@@ -22,6 +22,7 @@ BLOCKS = 32
 STOPPED = RequestStatus.FINISHED_STOPPED
 LENGTH = RequestStatus.FINISHED_LENGTH_CAPPED
 ABORTED = RequestStatus.FINISHED_ABORTED
+ERROR = RequestStatus.FINISHED_ERROR
 
 
 def pool() -> BlockPool:

@@ -192,11 +192,9 @@ def test_a_hand_off_is_not_called_like_kept_kv(key: str) -> None:
         parse_params({**DECODE, key: "kept-x"})
 
 
-@pytest.mark.parametrize("key", ["transfer_id", "retained_transfer_id"])
-def test_a_prefill_leg_is_not_called_like_kept_kv(key: str) -> None:
-    address = {"remote_host": "10.0.0.1", "remote_port": 5600}
-    with pytest.raises(ParamsError, match=rf"{key}.*'kept-'"):
-        parse_params({**PREFILL, **address, key: "kept-x"})
+def test_a_prefill_leg_is_not_called_like_kept_kv() -> None:
+    with pytest.raises(ParamsError, match=r"transfer_id.*'kept-'"):
+        parse_params({**PREFILL, "transfer_id": "kept-x"})
 
 
 def test_a_front_end_may_call_a_request_like_kept_kv() -> None:
@@ -214,9 +212,31 @@ def test_a_prefill_leg_that_continues_a_conversation() -> None:
     }
     earlier = EarlierTurn(TransferId("t1"), "10.0.0.1", 5600)
     assert parse_params(params) == PrefillParams(None, None, earlier)
-    for key in ("remote_host", "remote_port"):
-        with pytest.raises(ParamsError, match=key):
-            parse_params({**params, key: None})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("remote_host", None),
+        ("remote_port", 65536),
+        ("retained_transfer_id", 7),
+        ("retained_transfer_id", "kept-x"),
+    ],
+)
+def test_an_earlier_turn_that_cannot_be_used_does_not_harm_the_hand_off(
+    key: str, value: object
+) -> None:
+    params = {
+        **PREFILL,
+        "transfer_id": "t2",
+        "retained_transfer_id": "t1",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+    }
+    parsed = parse_params({**params, key: value})
+    assert isinstance(parsed, PrefillParams)
+    assert (parsed.transfer_id, parsed.earlier) == ("t2", None)
+    assert key in parsed.problem
 
 
 def test_a_decode_leg_that_says_what_is_kept() -> None:

@@ -4,7 +4,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -15,23 +15,22 @@ from v1.kv_connector.unit.nixl.conversation import (
     HISTORY,
     NEXT,
     Cache,
-    content,
     prompt,
 )
-from v1.kv_connector.unit.nixl.engine_side import ABORTED, BLOCK, BLOCKS, finish
-from v1.kv_connector.unit.nixl.test_compat import HERE
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
-    CancelReceive,
-    Command,
-    Receive,
+from v1.kv_connector.unit.nixl.engine_side import ABORTED, BLOCK, finish
+from v1.kv_connector.unit.nixl.reuse_side import (
+    NAME,
+    SHARED,
+    SHORT,
+    SIZE,
+    Keeper,
+    Side,
+    T,
+    kept_of,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
-    FailureKind,
     Received,
-    ReceiveFailed,
-    ReceiveQuiet,
-    TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     Mode,
@@ -39,15 +38,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     TransferId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import EarlierTurn
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.loads import Loads
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import PinBoard
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.reuse import ReuseSide
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Address,
-    SideChannelServer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import StatsCollector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Found,
     Kept,
@@ -57,147 +50,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Want,
     encode,
 )
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 pytestmark = pytest.mark.timeout(90)
-
-T = TransferId("turn-1")
-NAME = TransferId("kept-0")
-TIMEOUT = 20.0
-SHORT = 0.3
-"""For questions that nobody answers."""
-
-SIZE = TransferSize(1000, 2)
-SHARED = len(HISTORY) - 1
-
-
-def _kept(tokens: list[int] = HISTORY, name: TransferId = NAME) -> Kept:
-    """What a decode engine keeps after an answer that ends these tokens."""
-    return content().describe(prompt("d", tokens), len(tokens) - 1, name, 1)
-
-
-class Keeper:
-    """The side channel of a decode engine."""
-
-    def __init__(self, answer: Callable[[], tuple[Kept, ...]]) -> None:
-        self.address = free_address()
-        self.asked: list[TransferId] = []
-        self._answer = answer
-        self._server = SideChannelServer(self.address, [encode(HERE)], self)
-
-    def integrity(self) -> object:
-        return {}
-
-    def handoffs(self) -> object:
-        return []
-
-    def failure(self, transfer_id: TransferId) -> object:
-        return None
-
-    def lookup(self, transfer_id: TransferId) -> tuple[Kept, ...]:
-        self.asked.append(transfer_id)
-        return self._answer()
-
-    def release(self, transfer_id: TransferId) -> object:
-        return None
-
-    def close(self) -> None:
-        self._server.close()
-
-
-class Side:
-    """The prefill side with its surroundings, and one request."""
-
-    def __init__(
-        self,
-        address: Address,
-        threshold: int = 1,
-        tokens: list[int] = NEXT,
-        world_size: int = 1,
-        token: Token | None = None,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        self.cache = Cache()
-        self.pins = PinBoard()
-        self.pins.bind(self.cache.manager.block_pool)
-        self.records = Records()
-        self.orders: list[Command] = []
-        self.loads = Loads(
-            BLOCK,
-            world_size,
-            self.pins,
-            self.records,
-            StatsCollector(),
-            self.orders,
-            self.take_apart,
-        )
-        self.reuse = ReuseSide(
-            threshold, timeout, 20.0, content(), self.loads, self.records, token
-        )
-        self.request = prompt("p", tokens)
-        self.name = RequestId("p")
-        earlier = EarlierTurn(T, *address)
-        self.reuse.new_request(self.request, earlier, time.monotonic())
-
-    def take_apart(self, request: Request) -> None:
-        self.cache.manager.free(request)
-        request.num_computed_tokens = 0
-
-    def matched(self) -> int | None:
-        _, computed = self.cache.cached(self.request)
-        return self.reuse.matched(self.name, computed)
-
-    def known(self) -> int:
-        """What is matched, once that is known."""
-        end = time.monotonic() + TIMEOUT + 15
-        while (count := self.matched()) is None:
-            assert time.monotonic() < end
-            time.sleep(0.002)
-        return count
-
-    def admit(self, external: int) -> None:
-        blocks = self.cache.admit(self.request, external)
-        assert blocks is not None
-        self.reuse.allocated(self.name, blocks, external, time.monotonic())
-
-    def park(self) -> Receive:
-        """Go on until the READ is ordered."""
-        self.admit(self.known())
-        (order,) = self.orders
-        assert isinstance(order, Receive)
-        self.orders.clear()
-        return order
-
-    def completed(self) -> set[str]:
-        output = KVConnectorOutput()
-        self.loads.complete(output)
-        return output.finished_recving or set()
-
-    def end(self) -> None:
-        self.reuse.finished(self.name)
-        self.loads.finished(self.name)
-        self.cache.manager.free(self.request)
-
-    def over(self) -> bool:
-        sizes = (*self.reuse.sizes().values(), *self.loads.sizes().values())
-        return self.cache.free() == BLOCKS - 1 and not any(
-            (*sizes, *self.pins.counts().values())
-        )
-
-    def last(self) -> tuple[object, object, object]:
-        record = self.records.latest()[-1]
-        assert (record["role"], record["transfer_id"]) == ("reader", T)
-        return record["outcome"], record["tokens"], record["cause"]
-
-    def close(self) -> None:
-        self.reuse.close()
 
 
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     Cache()
-    kept = _kept()
+    kept = kept_of()
     keeper = Keeper(lambda: (kept,))
     yield keeper
     keeper.close()
@@ -294,9 +154,9 @@ def test_no_threshold_reads_nothing_for_nothing(keeper: Keeper) -> None:
 def test_the_best_of_several_answers_is_read() -> None:
     Cache()
     answers = (
-        _kept(HISTORY[:40], TransferId("kept-short")),
-        _kept(HISTORY, TransferId("kept-best")),
-        _kept([*HISTORY[:70], *range(40)], TransferId("kept-other")),
+        kept_of(HISTORY[:40], TransferId("kept-short")),
+        kept_of(HISTORY, TransferId("kept-best")),
+        kept_of([*HISTORY[:70], *range(40)], TransferId("kept-other")),
     )
     keeper = Keeper(lambda: answers)
     side = Side(keeper.address)
@@ -372,10 +232,26 @@ def test_content_that_differs_is_computed(keeper: Keeper) -> None:
 
 def test_a_name_of_a_kept_entry_must_be_one() -> None:
     Cache()
-    kept = msgspec.structs.replace(_kept(), name=TransferId("somebody-s-hand-off"))
+    kept = msgspec.structs.replace(kept_of(), name=TransferId("somebody-s-hand-off"))
     keeper = Keeper(lambda: (kept,))
     side = Side(keeper.address)
     assert side.known() == 0
+    side.close()
+    keeper.close()
+
+
+def test_a_name_is_of_no_use_without_the_token() -> None:
+    Cache()
+    token = Token(b"0123456789abcdef0123456789abcdef")
+    kept = kept_of()
+    keeper = Keeper(lambda: (kept,), token)
+    for held in (None, Token(b"another token of the same length")):
+        side = Side(keeper.address, token=held, timeout=SHORT)
+        assert side.known() == 0
+        side.close()
+    assert keeper.asked == []
+    side = Side(keeper.address, token=token)
+    assert side.known() == SHARED
     side.close()
     keeper.close()
 
@@ -392,7 +268,7 @@ def test_an_answer_after_the_deadline_is_nothing() -> None:
     def slow() -> tuple[Kept, ...]:
         asked.set()
         go_on.wait(10)
-        return (_kept(),)
+        return (kept_of(),)
 
     keeper = Keeper(slow)
     side = Side(keeper.address, timeout=SHORT)
@@ -466,93 +342,6 @@ def test_many_questions_at_once(keeper: Keeper, side: Side) -> None:
                 open_.remove(name)
     assert found <= {SHARED, 0}
     assert SHARED in found
-
-
-# ---- the READ fails
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_a_read_that_fails_is_computed_here(side: Side, quiet: bool) -> None:
-    registration_id = side.park().request.registration_id
-    failed = ReceiveFailed(registration_id, FailureKind.LEASE, "let go", quiet)
-    side.loads.failed(0, failed)
-    assert side.loads.failing() == frozenset()
-    assert side.completed() == {"p"}
-    assert side.completed() == set()
-    assert side.request.num_computed_tokens == 0
-    held = -(-SHARED // BLOCK)
-    assert side.pins.counts()["quiescing"] == (0 if quiet else held)
-    assert side.cache.free() == BLOCKS - 1 - (0 if quiet else held)
-    # Nothing of what may be half read is ever found in the cache.
-    side.cache.resume(side.request)
-    assert side.cache.cached(side.request)[1] == 0
-    assert side.matched() == 0
-    side.admit(0)
-    assert side.orders == []
-    assert side.request.num_computed_tokens == len(NEXT)
-    if not quiet:
-        taken = set(side.cache.table(side.request)[0])
-        assert len(taken) == -(-len(NEXT) // BLOCK)
-        side.loads.quiet(0, ReceiveQuiet(registration_id))
-    side.end()
-    assert side.over()
-    assert side.last() == ("recomputed", 0, "let go")
-
-
-def test_blocks_of_the_own_cache_survive_a_failed_read(keeper: Keeper) -> None:
-    side = Side(keeper.address)
-    before = prompt("before", HISTORY[: 3 * BLOCK])
-    side.cache.admit(before)
-    registration_id = side.park().request.registration_id
-    side.loads.failed(
-        0, ReceiveFailed(registration_id, FailureKind.TRANSFER, "broken", False)
-    )
-    side.completed()
-    side.cache.resume(side.request)
-    assert side.cache.cached(side.request)[1] == 3 * BLOCK
-    side.admit(0)
-    side.loads.quiet(0, ReceiveQuiet(registration_id))
-    side.end()
-    side.cache.manager.free(before)
-    assert side.over()
-    side.close()
-
-
-def test_one_of_two_ranks_fails(keeper: Keeper) -> None:
-    side = Side(keeper.address, world_size=2)
-    registration_id = side.park().request.registration_id
-    side.loads.received(0, Received(registration_id, SHARED, SIZE, 0.1))
-    assert side.completed() == set()
-    failed = ReceiveFailed(registration_id, FailureKind.REFUSED, "gone", True)
-    side.loads.failed(1, failed)
-    assert side.orders == [CancelReceive(registration_id, "gone")]
-    assert side.completed() == {"p"}
-    side.end()
-    assert side.over()
-    side.close()
-
-
-def test_an_abort_under_the_read(side: Side) -> None:
-    registration_id = side.park().request.registration_id
-    side.end()
-    assert side.completed() == {"p"}
-    assert side.cache.free() < BLOCKS - 1
-    side.loads.failed(
-        0, ReceiveFailed(registration_id, FailureKind.CANCELLED, "ended", False)
-    )
-    side.loads.quiet(0, ReceiveQuiet(registration_id))
-    assert side.over()
-    assert side.last()[0] == "aborted"
-
-
-def test_an_abort_after_the_read_has_failed(side: Side) -> None:
-    registration_id = side.park().request.registration_id
-    side.loads.failed(
-        0, ReceiveFailed(registration_id, FailureKind.LEASE, "let go", True)
-    )
-    side.end()
-    assert side.completed() == {"p"}
-    assert side.over()
 
 
 def test_questions_are_closed(asking: Side) -> None:

@@ -29,11 +29,13 @@ class PrefillParams:
         transfer_id: the router's name for this dispatch, if it gave one.
         num_receivers: how many decode requests will ask for the KV, if known.
         earlier: the turn of the conversation whose KV can be read back, if any.
+        problem: why the one that is named cannot be used, if so.
     """
 
     transfer_id: TransferId | None
     num_receivers: int | None
     earlier: "EarlierTurn | None" = None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,16 @@ def parse_params(params: object) -> PrefillParams | DecodeParams | None:
             "a request is one leg of a hand-off, not both"
         )
     if prefill:
+        earlier, problem = None, ""
+        try:
+            earlier = _parse_earlier(params)
+        except ParamsError as error:
+            problem = str(error)
         return PrefillParams(
             transfer_id=_transfer_id(params),
             num_receivers=_bounded(params, "num_receivers", MAX_RECEIVERS),
-            earlier=_parse_earlier(params),
+            earlier=earlier,
+            problem=problem,
         )
     if decode:
         return _parse_decode(params)

@@ -181,6 +181,13 @@ class NixlScheduler:
         if isinstance(params, PrefillParams):
             self._prefill.new_request(request, params)
             earlier = params.earlier
+            if params.problem:
+                logger.warning(
+                    "Request %s is computed here from its start: %s",
+                    request.request_id,
+                    params.problem,
+                )
+                self._records.count("invalid_params")
             if (
                 self._turns is not None
                 and earlier is not None

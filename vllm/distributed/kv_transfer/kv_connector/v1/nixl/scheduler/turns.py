@@ -139,12 +139,13 @@ class Turns:
         request_id = RequestId(request.request_id)
         self._reuse.finished(request_id)
         turn = self._decoding.pop(request_id, None)
-        if turn is None or request.status not in _ANSWERED:
+        if turn is None:
             return None
+        answered = request.status in _ANSWERED
         result = None
-        if turn.params.retain:
+        if turn.params.retain and (answered or _may_be_answered(request)):
             result = self._keep(request, turn, block_ids, now)
-        if turn.params.releases is not None:
+        if turn.params.releases is not None and answered:
             self._retention.release(turn.params.releases)
         return result
 
@@ -214,8 +215,11 @@ class Turns:
         block_ids: tuple[list[int], ...],
         now: float,
     ) -> dict[str, Any] | None:
-        # The token sampled last has no KV.
-        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        # The token sampled last has no KV, nor has what an aborted step was to compute.
+        computed = request.num_computed_tokens
+        if request.status not in _ANSWERED:
+            computed -= request.num_in_flight_tokens
+        tokens = min(computed, request.num_tokens - 1)
         blocks = -(-tokens // self._block_size)
         if tokens < 1 or any(len(group) < blocks for group in block_ids):
             return None
@@ -231,3 +235,12 @@ class Turns:
             num_tokens=tokens,
             expires_at=time.time() + self._ttl,
         )
+
+
+def _may_be_answered(request: "Request") -> bool:
+    """Whether the front end may have ended it at a stop string.
+
+    That arrives as an abort, and cannot be told from a client that has gone.
+    """
+    aborted = request.status is RequestStatus.FINISHED_ABORTED
+    return aborted and request.num_output_tokens > 0
