@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..ids import AgentName, RegistrationId, TransferId
-from ..wire import BlockArray, Cancelled, Finished, Refused, Want
+from ..wire import (
+    BlockArray,
+    Cancelled,
+    Finished,
+    LeaseGranted,
+    Refused,
+    Want,
+    pack_blocks,
+)
 from .actions import CloseReason, Offer, TransferSize
 
 
@@ -98,6 +106,33 @@ def why_closed(reason: CloseReason, handoff: Handoff, lease: float) -> str:
             )
 
 
+def grant(
+    offer: Offer,
+    want: Want,
+    registration_id: RegistrationId,
+    seconds: float,
+    block_size: int,
+) -> LeaseGranted:
+    """A lease of ``seconds`` on the blocks of ``offer`` that hold ``want``."""
+    wanted = want.block_range(block_size)
+    return LeaseGranted(
+        registration_id,
+        offer.generation,
+        seconds,
+        tuple(pack_blocks(g[wanted.start : wanted.stop]) for g in offer.blocks),
+    )
+
+
+def is_part(want: Want, offer: Offer, block_size: int) -> bool:
+    """Whether ``want`` is a block-aligned part of what ``offer`` holds."""
+    return (
+        want.first_token >= 0
+        and want.num_tokens >= 1
+        and want.first_token % block_size == 0
+        and want.first_token + want.num_tokens <= offer.prompt_tokens
+    )
+
+
 def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
     """Why ``claim`` cannot be served from ``offer``; ``None`` if it can."""
     want = claim.want
@@ -108,12 +143,7 @@ def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
         )
     if want.digest and offer.digest and want.digest != offer.digest:
         return "the prompts of the two legs differ"
-    if (
-        want.first_token < 0
-        or want.num_tokens < 1
-        or want.first_token % block_size
-        or want.first_token + want.num_tokens > offer.prompt_tokens
-    ):
+    if not is_part(want, offer, block_size):
         return (
             f"tokens {want.first_token}+{want.num_tokens} are no block-aligned "
             f"part of a prompt of {offer.prompt_tokens}"

@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from ..ids import KEPT_PREFIX, AgentName, RegistrationId, TransferId
 from ..wire import (
     Cancelled,
-    LeaseGranted,
     LeaseRequest,
     ReadConfirmed,
     ReadDone,
     Refused,
     Want,
-    pack_blocks,
 )
 from .actions import (
     Action,
@@ -35,6 +33,7 @@ from .actions import (
     SenderClosed,
     TransferSize,
 )
+from .claims import grant, is_part
 from .history import History
 
 HISTORY = 8192
@@ -127,19 +126,10 @@ class KeptTable:
         elif held.peer != peer or entry.retiring:
             return []
         held.end = now + self._lease
-        wanted = held.want.block_range(self._block_size)
-        blocks = tuple(
-            pack_blocks(group[wanted.start : wanted.stop])
-            for group in entry.offer.blocks
+        granted = grant(
+            entry.offer, held.want, registration_id, self._lease, self._block_size
         )
-        return [
-            Send(
-                peer,
-                LeaseGranted(
-                    registration_id, entry.offer.generation, self._lease, blocks
-                ),
-            )
-        ]
+        return [Send(peer, granted)]
 
     def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
         """A READ has ended; whether it counts."""
@@ -223,11 +213,8 @@ class KeptTable:
         if len(entry.leases) >= MAX_READERS:
             return "too many read it"
         offer = entry.offer
-        if (
-            want.prompt_tokens != offer.prompt_tokens
-            or want.num_tokens < 1
-            or want.first_token % self._block_size
-            or want.first_token + want.num_tokens > offer.prompt_tokens
+        if want.prompt_tokens != offer.prompt_tokens or not is_part(
+            want, offer, self._block_size
         ):
             return (
                 f"tokens {want.first_token}+{want.num_tokens} of "

@@ -25,7 +25,6 @@ from ..wire import (
     BlockArray,
     Cancelled,
     Finished,
-    LeaseGranted,
     LeaseRequest,
     ReadConfirmed,
     ReadDone,
@@ -33,7 +32,6 @@ from ..wire import (
     Register,
     Want,
     WireError,
-    pack_blocks,
     unpack_blocks,
 )
 from .actions import (
@@ -46,7 +44,16 @@ from .actions import (
     StartWrite,
     TransferSize,
 )
-from .claims import Claim, ClaimState, Handoff, Outcome, Stage, unfit, why_closed
+from .claims import (
+    Claim,
+    ClaimState,
+    Handoff,
+    Outcome,
+    Stage,
+    grant,
+    unfit,
+    why_closed,
+)
 from .history import History
 
 HISTORY = 8192
@@ -458,16 +465,10 @@ class SenderTable:
         offer = handoff.offer
         assert offer is not None
         claim.lease_end = now + self._lease
-        wanted = claim.want.block_range(self._block_size)
-        return Send(
-            claim.peer,
-            LeaseGranted(
-                claim.registration_id,
-                offer.generation,
-                self._lease,
-                tuple(pack_blocks(g[wanted.start : wanted.stop]) for g in offer.blocks),
-            ),
+        granted = grant(
+            offer, claim.want, claim.registration_id, self._lease, self._block_size
         )
+        return Send(claim.peer, granted)
 
     @staticmethod
     def _refuse(claim: Claim, reason: str) -> Refused:

@@ -63,18 +63,18 @@ class ContentIndex:
         if kept.block_size != size:
             return 0
         plain = _is_plain(request) and bool(kept.token_digests or kept.tail)
-        hashes = self._hash_digests(request, min(full, len(prompt) // size))
+        comparable = min(full, len(prompt) // size)
+        hashes = self._hash_digests(request, comparable)
         if (
             kept.hashing == self.hashing
             and len(kept.hash_digests) == _length(full)
-            and len(hashes) == _length(min(full, len(prompt) // size))
+            and len(hashes) == _length(comparable)
         ):
             blocks = _equal(kept.hash_digests, hashes)
         elif plain and len(kept.token_digests) == _length(full):
             blocks = _equal(kept.token_digests, _token_digests(prompt, size))
         else:
             return 0
-        blocks = min(blocks, len(prompt) // size)
         tail = prompt[full * size : kept.num_tokens]
         if (
             plain

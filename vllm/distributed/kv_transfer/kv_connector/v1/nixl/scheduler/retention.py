@@ -17,16 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm.logger import init_logger
-
 from ..commands import Command, Keep, Retire
 from ..handoff.actions import Offer, SenderClosed
 from ..ids import TransferId
 from ..wire import Kept
 from .pins import Pin, PinBoard, PinState
 from .prefill import LINGER_SECONDS
-
-logger = init_logger(__name__)
 
 MAX_NAMES_OF_A_TURN = 64
 """Answers of one turn (``n`` > 1) that are kept."""

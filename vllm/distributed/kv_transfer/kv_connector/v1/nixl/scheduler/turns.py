@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ..auth import Token
@@ -26,8 +25,6 @@ from .reuse import ReuseSide
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
-
-logger = init_logger(__name__)
 
 _SPARE_BLOCKS = 4
 """What the engine wants to see free beyond a request's own blocks: room for tokens
@@ -68,7 +65,6 @@ class Turns:
         self._ttl = config.decoder_kv_blocks_ttl
         self._block_size = block_size
         self._content = content
-        self._records = records
         self._retention = Retention(
             world_size,
             config.decoder_kv_blocks_ttl,
