@@ -184,6 +184,12 @@ class RelayResponse(Response):
             await asyncio.wait(
                 {work, gone, stopping}, return_when=asyncio.FIRST_COMPLETED
             )
+            if client.finished and not work.done():
+                # A client that has its whole answer may leave; what remains is
+                # bounded, and cutting it off would look like a failure.
+                await asyncio.wait(
+                    {work, stopping}, return_when=asyncio.FIRST_COMPLETED
+                )
             if work.done():
                 outcome = work.result()
             else:

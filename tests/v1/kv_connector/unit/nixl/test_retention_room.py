@@ -206,8 +206,13 @@ def test_a_few_are_let_go_of_at_a_time(cache: Cache) -> None:
 
 
 def test_nothing_to_give_is_nothing_to_wait_for(cache: Cache) -> None:
-    held = allocate(cache.pool, TOTAL)
+    cache.keep_new(A, 3)
+    held = allocate(cache.pool, TOTAL - 3)
+    assert cache.retention.yield_some(0.0)
+    assert cache.retention.exhausted == 0
+    held += allocate(cache.pool, 3)
     assert not cache.retention.yield_some(0.0)
+    assert cache.retention.exhausted == 1
     free(cache.pool, held)
 
 

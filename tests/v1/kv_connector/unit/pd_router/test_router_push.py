@@ -270,6 +270,22 @@ async def test_a_slow_prefill_answer_does_not_hold_up_the_stream(
     await cluster.quiet()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_its_answer_does_not_cut_prefill_off(
+    cluster: Cluster, stream: bool
+) -> None:
+    decode = streams(token("a"), DONE) if stream else answers()
+    await cluster.start("push", answers(after=0.3), decode)
+    got = await cluster.post({"prompt": "p", "stream": stream})
+    assert got.status == 200
+    seen = await cluster.prefill[0].request()
+    async with asyncio.timeout(5):
+        await seen.finished.wait()
+    assert not seen.disconnected.is_set()
+    await cluster.quiet()
+    assert await cluster.metric("pd_router_requests_total", outcome="ok") == 1
+
+
 @pytest.mark.parametrize("dead", ["prefill", "decode"])
 async def test_an_engine_that_cannot_be_reached_is_replaced_once(
     cluster: Cluster, dead: str

@@ -79,6 +79,12 @@ class Retention:
         budget: share of the blocks that entries may hold.
         watermark: share of the blocks that entries leave free.
         commands: where orders to the workers are put.
+
+    Attributes:
+        evicted: entries that gave way to something else.
+        expired: entries that reached the end of their life.
+        exhausted: times that a running request lacked blocks and nothing was left
+            that could give way; the engine preempts then.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class Retention:
         self._yielding_since = (0.0, 0)
         self.evicted = 0
         self.expired = 0
+        self.exhausted = 0
 
     # ---- the engine's thread
 
@@ -166,9 +173,12 @@ class Retention:
         self.make_room(free + max(8, total // 50))
         if self._pins.usage()[0] > free:
             return True
-        return self._recent(now, *self._yielding_since) and any(
+        if self._recent(now, *self._yielding_since) and any(
             self._closes_soon(entry, now) for entry in self._retiring.values()
-        )
+        ):
+            return True
+        self.exhausted += not self._entries
+        return False
 
     def make_room(self, wanted: int) -> None:
         """Let go of the oldest until ``wanted`` blocks are free, or will be soon."""

@@ -182,9 +182,10 @@ class Turns:
         return {**self._reuse.sizes(), **self._retention.sizes()}
 
     def counters(self) -> dict[str, int]:
-        """What was let go of before anybody released it, since the start."""
+        """What became of kept KV that nobody released, since the start."""
         return {
             "retention_evicted": self._retention.evicted,
+            "retention_exhausted": self._retention.exhausted,
             "retention_expired": self._retention.expired,
         }
 
