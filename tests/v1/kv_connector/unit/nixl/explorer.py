@@ -39,6 +39,8 @@ class Budget:
     repeats: int = 0
     cancels: int = 0
     withdrawals: int = 0
+    chunks: int = 0
+    preemptions: int = 0
     failures: int = 0
     silences: int = 0
     deaths: int = 0
@@ -163,8 +165,10 @@ def _do(method: str, *args: object) -> Callable[[Case], object]:
 
 def _moves(simulation: Simulation) -> Iterator[Step]:
     for transfer_id, prefill in simulation.prefills.items():
-        if not prefill.blocks:
+        if prefill.computing:
             yield f"offer {transfer_id}", None, _do("offer", transfer_id)
+            chunk = _do("offer_chunk", transfer_id)
+            yield f"compute a chunk of {transfer_id}", "chunks", chunk
     for label, method, arguments in simulation.own_moves():
         yield label, None, _do(method, *arguments)
     for index, label in _distinct(simulation):
@@ -193,8 +197,10 @@ def _trouble(simulation: Simulation) -> Iterator[Step]:
     for registration_id, attempt in simulation.attempts.items():
         if not attempt.cancelled and attempt.decode not in simulation.dead:
             yield f"cancel {registration_id}", "cancels", _do("cancel", registration_id)
-    for transfer_id in simulation.prefills:
+    for transfer_id, prefill in simulation.prefills.items():
         yield f"withdraw {transfer_id}", "withdrawals", _do("withdraw", transfer_id)
+        if prefill.computing and prefill.blocks:
+            yield f"preempt {transfer_id}", "preemptions", _do("preempt", transfer_id)
     for index, write in enumerate(simulation.writes):
         label = f"break {write.action.registration_id} of {write.prefill}"
         yield label, "failures", _do("break_write", index)

@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     CloseReason,
     ReceiveQuiet,
     Report,
+    Retracted,
     Send,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import KeptTable
@@ -40,6 +41,15 @@ class FreesOnTheLease(SenderTable):
         return actions + super().tick(now)
 
 
+class RetractsUnderWrites(SenderTable):
+    """Says that nothing reads from retracted blocks as soon as it is told."""
+
+    def retract(self, transfer_id: TransferId, generation: int) -> list[Action]:
+        return super().retract(transfer_id, generation) or [
+            Report(Retracted(transfer_id, generation))
+        ]
+
+
 class ConfirmsAnyRead(SenderTable):
     """Says yes to a READ without a look at its lease."""
 
@@ -64,10 +74,10 @@ class QuietOnTimeout(ReceiverTable):
 
 
 class TrustsTheLastPiece(ReceiverTable):
-    """Takes the piece that knows the total for the last one to land."""
+    """Takes a piece of the last chunk for the last one to land."""
 
     def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
-        if msg.total:
+        if msg.last:
             return self.finished(peer, msg.registration_id, now)
         return super().piece(peer, msg, now)
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Received,
     ReceiveFailed,
     ReceiveQuiet,
+    Retracted,
     Send,
     SenderClosed,
     StartRead,
@@ -56,6 +57,7 @@ class Write:
 
     prefill: AgentName
     action: StartWrite
+    generation: int
     unposted: list[int]
     total: int
     posted: list[int] = field(default_factory=list)
@@ -81,8 +83,8 @@ class Attempt:
     failed: bool = False
     over: bool = False
     cancelled: bool = False
-    landed: set[tuple[AgentName, int]] = field(default_factory=set)
-    pieces: dict[AgentName, int] = field(default_factory=dict)
+    landed: set[tuple[AgentName, int, int]] = field(default_factory=set)
+    pieces: set[tuple[AgentName, int, int]] = field(default_factory=set)
     confirmed: set[AgentName] = field(default_factory=set)
 
 
@@ -92,7 +94,21 @@ class Prefill:
 
     generation: int = 0
     blocks: tuple[int, ...] = ()
+    withdrawn: bool = False
     closed: set[AgentName] = field(default_factory=set)
+
+    @property
+    def computing(self) -> bool:
+        """Whether more of its prompt may be computed."""
+        return len(self.blocks) < POSITIONS and not self.withdrawn
+
+
+@dataclass
+class Retracting:
+    """Blocks of a preempted prefill request."""
+
+    blocks: tuple[int, ...]
+    quiet: set[AgentName] = field(default_factory=set)
 
 
 class GroundTruth:
@@ -108,6 +124,7 @@ class GroundTruth:
         self.reads: list[Read] = []
         self.attempts: dict[RegistrationId, Attempt] = {}
         self.prefills: dict[TransferId, Prefill] = {}
+        self.retracting: dict[tuple[TransferId, int], Retracting] = {}
         self.leases: dict[tuple[AgentName, RegistrationId], tuple[int, float]] = {}
         self.prefill_free = list(range(POOL))
         self.decode_free = {name: list(range(POOL)) for name in sinks}
@@ -138,8 +155,7 @@ class GroundTruth:
         """A piece lands."""
         action = write.action
         attempt = self.attempts[action.registration_id]
-        first = action.want.first_token // BLOCK
-        local = action.offer.blocks[0][first:].tolist()
+        local = action.local_blocks[0].tolist()
         remote = action.remote_blocks[0].tolist()
         for mine, theirs in list(zip(local, remote, strict=True))[piece :: write.total]:
             self.store(
@@ -149,7 +165,7 @@ class GroundTruth:
                 theirs,
                 self.prefill_memory.get((write.prefill, mine)),
             )
-        attempt.landed.add((write.prefill, piece))
+        attempt.landed.add((write.prefill, action.chunk, piece))
 
     def store(
         self,
@@ -172,6 +188,9 @@ class GroundTruth:
         """
         if isinstance(event, SenderClosed):
             self._closed(owner, event)
+            return
+        if isinstance(event, Retracted):
+            self._retracted(owner, event)
             return
         attempt = self.attempts[event.registration_id]
         if attempt.over:
@@ -205,10 +224,8 @@ class GroundTruth:
                     )
             if self.mode is Mode.PULL and source not in attempt.confirmed:
                 raise Violation(f"a READ from {source} counts without confirmation")
-            if self.mode is Mode.PUSH and {
-                piece for name, piece in attempt.landed if name == source
-            } != set(range(attempt.pieces[source])):
-                raise Violation(f"not all pieces of {source} have landed")
+        if self.mode is Mode.PUSH and attempt.landed != attempt.pieces:
+            raise Violation(f"only {attempt.landed} of {attempt.pieces} have landed")
 
     def _give_back(self, attempt: Attempt) -> None:
         attempt.over = True
@@ -232,12 +249,7 @@ class GroundTruth:
             raise Violation(f"{event} of an unknown offer")
         if owner in prefill.closed:
             raise Violation(f"{event.transfer_id} closes twice on {owner}")
-        for write in self.writes:
-            if (
-                write.prefill == owner
-                and write.action.offer.generation == event.generation
-            ):
-                raise Violation(f"{event.transfer_id} closes under a WRITE")
+        self._check_unread(owner, event)
         for (name, registration_id), (generation, end) in self.leases.items():
             if name == owner and generation == event.generation and self.now <= end:
                 raise Violation(f"{event} while {registration_id} holds a lease")
@@ -245,7 +257,27 @@ class GroundTruth:
         if prefill.closed < set(self.sources):
             return
         del self.prefills[event.transfer_id]
-        for block in prefill.blocks:
+        self._free_prefilled(prefill.blocks)
+
+    def _retracted(self, owner: AgentName, event: Retracted) -> None:
+        key = event.transfer_id, event.generation
+        retracting = self.retracting.get(key)
+        if retracting is None or owner in retracting.quiet:
+            raise Violation(f"{event} of {owner} is about nothing")
+        self._check_unread(owner, event)
+        retracting.quiet.add(owner)
+        if retracting.quiet < set(self.sources):
+            return
+        del self.retracting[key]
+        self._free_prefilled(retracting.blocks)
+
+    def _check_unread(self, owner: AgentName, event: SenderClosed | Retracted) -> None:
+        for write in self.writes:
+            if write.prefill == owner and write.generation == event.generation:
+                raise Violation(f"{event.transfer_id} closes under a WRITE")
+
+    def _free_prefilled(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
             for name in self.sources:
                 self.prefill_memory[name, block] = None
             self.prefill_free.insert(0, block)

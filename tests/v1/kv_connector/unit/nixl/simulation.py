@@ -23,6 +23,7 @@ from v1.kv_connector.unit.nixl.ground_truth import (
     GroundTruth,
     Prefill,
     Read,
+    Retracting,
     Violation,
     Write,
 )
@@ -107,31 +108,51 @@ class Simulation(GroundTruth):
         for _, sender in self._alive(self.senders):
             sender.expect(transfer_id, receivers, aliases, self.now)
 
-    def offer(self, transfer_id: TransferId) -> bool:
-        """Its prompt is computed; whether there were blocks for it."""
-        if len(self.prefill_free) < POSITIONS:
-            return False
-        self.generation += 1
+    def offer(self, transfer_id: TransferId, up_to: int = POSITIONS) -> bool:
+        """More of its prompt is computed; whether there were blocks for it."""
         prefill = self.prefills[transfer_id]
-        prefill.generation = self.generation
-        prefill.blocks = tuple(self.prefill_free[:POSITIONS])
-        del self.prefill_free[:POSITIONS]
+        first = len(prefill.blocks)
+        count = up_to - first
+        if len(self.prefill_free) < count:
+            return False
+        if not first:
+            self.generation += 1
+            prefill.generation = self.generation
+        blocks = tuple(self.prefill_free[:count])
+        del self.prefill_free[:count]
+        prefill.blocks += blocks
         offer = Offer(
             transfer_id,
-            self.generation,
+            prefill.generation,
             PROMPT,
             transfer_id.encode(),
-            (np.asarray(prefill.blocks, dtype=np.int32),),
+            (np.asarray(blocks, dtype=np.int32),),
+            first,
+            max(0, PROMPT - up_to * BLOCK),
         )
         for name, sender in self._alive(self.senders):
-            for position, block in enumerate(prefill.blocks):
+            for position, block in enumerate(blocks, first):
                 self.prefill_memory[name, block] = (transfer_id, position)
             self._perform(name, sender.offer(offer, self.now))
         return True
 
+    def offer_chunk(self, transfer_id: TransferId) -> bool:
+        """One more block of its prompt is computed."""
+        return self.offer(transfer_id, len(self.prefills[transfer_id].blocks) + 1)
+
+    def preempt(self, transfer_id: TransferId) -> None:
+        """It loses what is computed of its prompt."""
+        prefill = self.prefills[transfer_id]
+        generation = prefill.generation
+        self.retracting[transfer_id, generation] = Retracting(prefill.blocks)
+        prefill.blocks = ()
+        for name, sender in self._alive(self.senders):
+            self._perform(name, sender.retract(transfer_id, generation))
+
     def withdraw(self, transfer_id: TransferId) -> None:
         """The prefill request is aborted."""
         prefill = self.prefills[transfer_id]
+        prefill.withdrawn = True
         if not prefill.blocks:
             del self.prefills[transfer_id]
         for name, sender in self._alive(self.senders):
@@ -273,14 +294,16 @@ class Simulation(GroundTruth):
             write.failure = write.failure or "disconnected"
         else:
             self.copy_piece(write, piece)
-            last = piece == write.total - 1
+            action = write.action
             self._send(
                 write.prefill,
                 peer,
                 Done(
-                    write.action.registration_id,
+                    action.registration_id,
+                    action.chunk,
+                    action.last,
                     piece,
-                    write.total if last else 0,
+                    write.total,
                     BLOCK,
                     1,
                 ),
@@ -377,7 +400,7 @@ class Simulation(GroundTruth):
         self.lost.clear()
         while self.now < end:
             for transfer_id, prefill in list(self.prefills.items()):
-                if not prefill.blocks:
+                if prefill.computing:
                     self.withdraw(transfer_id)
             for registration_id, attempt in list(self.attempts.items()):
                 if attempt.connecting and not attempt.over:
@@ -408,7 +431,7 @@ class Simulation(GroundTruth):
             if size
         }
         open_ = [key for key, attempt in self.attempts.items() if not attempt.over]
-        if left or open_:
+        if left or open_ or (self.retracting and not self.dead):
             raise Violation(f"left in tables: {left}; attempts without end: {open_}")
         if not self.dead and len(self.prefill_free) != POOL:
             raise Violation(f"{POOL - len(self.prefill_free)} prefill blocks are lost")
@@ -457,8 +480,9 @@ class Simulation(GroundTruth):
         if action.peer not in self.dead and attempt.over:
             raise Violation(f"a WRITE starts for {action.registration_id}, which ended")
         total = min(self.pieces, len(action.remote_blocks[0]))
-        attempt.pieces[owner] = total
-        write = Write(owner, action, list(range(total)), total)
+        attempt.pieces |= {(owner, action.chunk, piece) for piece in range(total)}
+        generation = self.prefills[attempt.transfer_id].generation
+        write = Write(owner, action, generation, list(range(total)), total)
         self.writes.append(write)
         if (owner, action.peer) in self.lost:
             write.unposted.clear()
@@ -472,6 +496,10 @@ class Simulation(GroundTruth):
         self._perform(
             write.prefill,
             self.senders[write.prefill].written(
-                write.action.registration_id, TransferSize(), write.failure, self.now
+                write.action.registration_id,
+                write.action.chunk,
+                TransferSize(),
+                write.failure,
+                self.now,
             ),
         )

@@ -8,6 +8,7 @@ from v1.kv_connector.unit.nixl.faulty import (
     ConfirmsAnyRead,
     FreesOnTheLease,
     QuietOnTimeout,
+    RetractsUnderWrites,
     TrustsTheLastPiece,
 )
 from v1.kv_connector.unit.nixl.ground_truth import Violation
@@ -38,6 +39,14 @@ CASES: dict[str, Plan] = {
     "unexpected": (ONE, {}, Budget(cancels=1, repeats=1, losses=1, ticks=4)),
     "twice": (TWICE, {T0: 2}, Budget(cancels=1, ticks=1)),
     "twice-unannounced": (TWICE, {T0: None}, Budget(cancels=1, repeats=1)),
+    "chunks": (ONE, {T0: 1}, Budget(chunks=2, cancels=1, failures=1, ticks=1)),
+    "preempt": (ONE, {T0: 1}, Budget(chunks=2, preemptions=1, cancels=1)),
+    "preempt-withdraw": (
+        ONE,
+        {T0: 1},
+        Budget(chunks=1, preemptions=1, withdrawals=1, silences=1),
+    ),
+    "chunks-twice": (TWICE, {T0: 2}, Budget(chunks=1, preemptions=1)),
     "two": (TWO, {T0: 1, T1: None}, Budget(cancels=1, withdrawals=1)),
 }
 
@@ -99,6 +108,16 @@ def test_a_receiver_that_is_quiet_on_a_timeout_is_found() -> None:
 def test_a_receiver_that_trusts_the_last_piece_is_found() -> None:
     with pytest.raises(Violation, match="is received with None"):
         _search(Simulation(Mode.PUSH, receiver=TrustsTheLastPiece), Budget(), 10)
+
+
+@pytest.mark.timeout(120)
+def test_a_sender_that_retracts_under_writes_is_found() -> None:
+    with pytest.raises(Violation, match="closes under a WRITE"):
+        _search(
+            Simulation(Mode.PUSH, sender=RetractsUnderWrites),
+            Budget(chunks=1, preemptions=1),
+            10,
+        )
 
 
 @pytest.mark.timeout(120)

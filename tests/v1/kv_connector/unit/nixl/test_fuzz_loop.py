@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Expect,
     Receive,
     Retire,
+    Withdraw,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
@@ -189,7 +190,9 @@ def test_any_messages_of_a_known_peer(mode: Mode, token: Token | None) -> None:
 
             s.victim.step(keep(TransferId(KEPT), BLOCKS + 26))
             tell()
-            s.victim.step(Retire(TransferId(KEPT)))
+            s.victim.step(
+                Retire(TransferId(KEPT)), Withdraw(TransferId(TRANSFERS[1]), "over")
+            )
         s.check()
 
 
@@ -235,7 +238,9 @@ def test_what_is_said_too_early_does_not_end_a_read() -> None:
     table.receive(attempt(Mode.PULL), 0.0)
     table.connected(REGISTRATION, [lender], 0.0)
     granted = LeaseGranted(REGISTRATION, 1, 30.0, (pack_blocks(BLOCKS),))
-    piece = Done(REGISTRATION, seq=0, total=1, bytes=1, descriptors=1)
+    piece = Done(
+        REGISTRATION, chunk=0, last=True, seq=0, total=1, bytes=1, descriptors=1
+    )
 
     def premature() -> list[Action]:
         return [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side in the scheduler, on a real block pool."""
 
+import time
 from typing import Any
 
 import pytest
@@ -19,9 +20,14 @@ from v1.kv_connector.unit.nixl.engine_side import (
     request,
     step,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import Expect, Withdraw
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
+    Expect,
+    Retract,
+    Withdraw,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     CloseReason,
+    Retracted,
     SenderClosed,
     TransferSize,
 )
@@ -37,12 +43,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import PinBoard
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prefill import (
     LINGER_SECONDS,
+    YIELD_SECONDS,
+    YIELD_STEPS,
     PrefillSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prompt import (
     prompt_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
+from vllm.v1.request import RequestStatus
 
 T = TransferId("t")
 ADDRESS = PrefillAddress("127.0.0.1", 5600, EngineId("p"))
@@ -51,13 +60,20 @@ ADDRESS = PrefillAddress("127.0.0.1", 5600, EngineId("p"))
 class Side:
     """A prefill side with its surroundings."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, chunked: bool = False) -> None:
         self.pool = pool()
         self.pins = PinBoard()
         self.pins.bind(self.pool)
         self.records = Records()
         self.side = PrefillSide(
-            Mode.PUSH, ADDRESS, BLOCK, world_size, True, self.pins, self.records
+            Mode.PUSH,
+            chunked,
+            ADDRESS,
+            BLOCK,
+            world_size,
+            True,
+            self.pins,
+            self.records,
         )
 
     def closed(
@@ -168,6 +184,140 @@ def test_a_preempted_prompt_is_offered_when_it_is_complete_again(side: Side) -> 
     tables = {prompt.request_id: again}
     _, (offer,) = side.side.build(step(running=[(prompt, 0, 40)], tables=tables), 1)
     assert offer.blocks[0].tolist() == again.get_block_ids()[0]
+
+
+# ---- chunk by chunk
+
+
+@pytest.fixture
+def chunked() -> Side:
+    return Side(chunked=True)
+
+
+def _begin(side: Side, blocks: int = 3) -> tuple[Any, Any]:
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, None))
+    return prompt, allocate(side.pool, blocks)
+
+
+def _step(
+    side: Side, prompt: Any, held: Any, computed: int, scheduled: int, **more: Any
+) -> Any:
+    tables = {prompt.request_id: held}
+    output = step(running=[(prompt, computed, scheduled)], tables=tables)
+    output.preempted_req_ids = more.get("preempted")
+    return side.side.build(output, more.get("now", 0))
+
+
+def test_full_blocks_are_offered_as_they_are_computed(chunked: Side) -> None:
+    prompt, held = _begin(chunked)
+    blocks = held.get_block_ids()[0]
+    found = []
+    for computed, scheduled in ((0, 10), (10, 10), (20, 11), (31, 1), (32, 8)):
+        _, offers = _step(chunked, prompt, held, computed, scheduled)
+        found += [
+            (o.first_block, o.blocks[0].tolist(), o.missing_tokens) for o in offers
+        ]
+    assert found == [
+        (0, blocks[:1], 24),
+        (1, blocks[1:2], 8),
+        (2, blocks[2:], 0),
+    ]
+    result = chunked.side.finished(finish(prompt, LENGTH), held.get_block_ids())
+    assert result is not None
+    free(chunked.pool, held)
+    assert chunked.free() == BLOCKS - 4
+    chunked.closed(1)
+    assert chunked.free() == BLOCKS - 1
+
+
+def test_a_cached_prefix_is_part_of_the_first_chunk(chunked: Side) -> None:
+    prompt, held = _begin(chunked)
+    _, (offer,) = _step(chunked, prompt, held, 16, 16)
+    assert (offer.first_block, len(offer.blocks[0])) == (0, 2)
+
+
+def test_an_abort_between_chunks_waits_for_the_ranks(chunked: Side) -> None:
+    prompt, held = _begin(chunked)
+    _, (offer,) = _step(chunked, prompt, held, 0, 16)
+    assert chunked.side.finished(finish(prompt, ABORTED), held.get_block_ids()) is None
+    free(chunked.pool, held)
+    (command,), _ = chunked.side.build(step(), 1)
+    assert isinstance(command, Withdraw)
+    assert chunked.side.release_due(time.monotonic())
+    assert chunked.free() == BLOCKS - 2
+    chunked.closed(offer.generation, reason=CloseReason.WITHDRAWN)
+    assert chunked.free() == BLOCKS - 1
+    assert chunked.last()["outcome"] == "withdrawn"
+    assert not any(chunked.side.sizes().values())
+
+
+def test_a_preempted_prompt_is_retracted_and_offered_anew(chunked: Side) -> None:
+    prompt, first = _begin(chunked, 2)
+    _, (offer,) = _step(chunked, prompt, first, 0, 32)
+    prompt.status = RequestStatus.PREEMPTED
+    free(chunked.pool, first)
+    # Its blocks are held yet, so there is something to wait for.
+    assert chunked.free() == BLOCKS - 3
+    assert chunked.side.yields_soon(0)
+    output = step()
+    output.preempted_req_ids = {prompt.request_id}
+    commands, offers = chunked.side.build(output, 1)
+    assert (commands, offers) == ([Retract(T, offer.generation)], [])
+    assert chunked.side.yields_soon(1)
+    assert chunked.side.release_due(1)
+    chunked.side.retracted(0, Retracted(T, offer.generation))
+    assert chunked.free() == BLOCKS - 1
+    assert not chunked.side.yields_soon(1)
+
+    prompt.status = RequestStatus.RUNNING
+    again = allocate(chunked.pool, 3)
+    _, (whole,) = _step(chunked, prompt, again, 0, 40)
+    assert whole.generation > offer.generation
+    assert whole.blocks[0].tolist() == again.get_block_ids()[0]
+    # A late word about the first generation changes nothing.
+    chunked.side.retracted(0, Retracted(T, offer.generation))
+    chunked.closed(offer.generation)
+    assert chunked.side.sizes()["prefill_open"] == 1
+
+
+def test_one_that_is_preempted_and_resumed_in_a_step_begins_anew(chunked: Side) -> None:
+    prompt, first = _begin(chunked, 2)
+    _, (offer,) = _step(chunked, prompt, first, 0, 32)
+    free(chunked.pool, first)
+    again = allocate(chunked.pool, 3)
+    preempted = {prompt.request_id}
+    (command,), (anew,) = _step(chunked, prompt, again, 0, 16, preempted=preempted)
+    assert command == Retract(T, offer.generation)
+    assert (anew.first_block, anew.generation) == (0, offer.generation + 1)
+
+
+def test_retracted_blocks_wait_for_every_rank() -> None:
+    side = Side(world_size=2, chunked=True)
+    prompt, held = _begin(side)
+    _, (offer,) = _step(side, prompt, held, 0, 16)
+    free(side.pool, held)
+    output = step()
+    output.preempted_req_ids = {prompt.request_id}
+    side.side.build(output, 1)
+    for _ in range(2):
+        side.side.retracted(1, Retracted(T, offer.generation))
+    assert side.free() == BLOCKS - 2
+    side.side.retracted(0, Retracted(T, offer.generation))
+    assert side.free() == BLOCKS - 1
+
+
+def test_the_wait_for_retracted_blocks_is_bounded(chunked: Side) -> None:
+    prompt, held = _begin(chunked)
+    _step(chunked, prompt, held, 0, 16)
+    free(chunked.pool, held)
+    output = step()
+    output.preempted_req_ids = {prompt.request_id}
+    chunked.side.build(output, 1)
+    for _ in range(YIELD_STEPS):
+        assert chunked.side.yields_soon(1 + YIELD_SECONDS)
+        chunked.side.build(step(), 2)
+    assert not chunked.side.yields_soon(1 + YIELD_SECONDS)
 
 
 def test_a_transfer_id_in_use_is_not_taken_twice(side: Side) -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from v1.kv_connector.unit.nixl.faulty import (
     FreesOnTheLease,
     QuietOnTimeout,
+    RetractsUnderWrites,
     TrustsTheLastPiece,
 )
 from v1.kv_connector.unit.nixl.ground_truth import POSITIONS, Violation
@@ -148,8 +149,10 @@ class HandoffMachine(RuleBasedStateMachine):
     def _moves(self) -> Iterator[Callable[[], object]]:
         sim = self.sim
         for transfer_id, prefill in sim.prefills.items():
-            if not prefill.blocks:
+            if prefill.computing:
                 yield partial(sim.offer, transfer_id)
+                if sim.mode is Mode.PUSH:
+                    yield partial(sim.offer_chunk, transfer_id)
         for index in range(len(sim.network)):
             yield partial(sim.deliver, index)
         for index, write in enumerate(sim.writes):
@@ -169,8 +172,10 @@ class HandoffMachine(RuleBasedStateMachine):
             yield partial(sim.break_write, index)
         for index in range(len(sim.reads)):
             yield partial(sim.end_read, index, ok=False)
-        for transfer_id in sim.prefills:
+        for transfer_id, prefill in sim.prefills.items():
             yield partial(sim.withdraw, transfer_id)
+            if prefill.computing and prefill.blocks:
+                yield partial(sim.preempt, transfer_id)
         for registration_id, attempt in sim.attempts.items():
             if attempt.connecting and not attempt.over:
                 yield partial(sim.connect, registration_id)
@@ -242,6 +247,10 @@ class TrustsTheLastPieceMachine(HandoffMachine):
     receiver = TrustsTheLastPiece
 
 
+class RetractsUnderWritesMachine(HandoffMachine):
+    sender = RetractsUnderWrites
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "machine",
@@ -249,6 +258,7 @@ class TrustsTheLastPieceMachine(HandoffMachine):
         FreesOnTheLeaseMachine,
         QuietOnTimeoutMachine,
         TrustsTheLastPieceMachine,
+        RetractsUnderWritesMachine,
     ],
 )
 def test_planted_defects_are_found(machine: type[HandoffMachine]) -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode side's table, case by case."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff import receiver
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
     Event,
@@ -60,7 +63,7 @@ def _asked(mode: Mode, *sources: AgentName) -> ReceiverTable:
 
 
 def _done(seq: int, total: int) -> Done:
-    return Done(R, seq, total, 50, 1)
+    return Done(R, 0, True, seq, total, 50, 1)
 
 
 def _events(actions: list[Action]) -> list[Event]:
@@ -87,13 +90,35 @@ def _empty(table: ReceiverTable) -> bool:
 def test_pieces_are_counted_in_whatever_order_they_come() -> None:
     table = _asked(Mode.PUSH)
     assert table.piece(P, _done(2, 3), 2) == []
-    assert table.piece(P, _done(0, 0), 2) == []
-    assert table.piece(P, _done(0, 0), 2) == []
-    assert _events(table.piece(P, _done(1, 0), 3)) == [
+    assert table.piece(P, _done(0, 3), 2) == []
+    assert table.piece(P, _done(0, 3), 2) == []
+    assert _events(table.piece(P, _done(1, 3), 3)) == [
         Received(R, 6, TransferSize(150, 3), 3.0)
     ]
     assert _empty(table)
-    assert table.piece(P, _done(1, 0), 4) == []
+    assert table.piece(P, _done(1, 3), 4) == []
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_chunks_are_counted_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
+    pieces = [(0, 0, 1), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
+    table = _asked(Mode.PUSH)
+    for index in order:
+        assert table.sizes()["receiver_attempts"] == 1
+        chunk, seq, total = pieces[index]
+        done = Done(R, chunk, chunk == 2, seq, total, 50, 1)
+        actions = table.piece(P, done, 3)
+    assert _events(actions) == [Received(R, 6, TransferSize(200, 4), 3.0)]
+    assert _empty(table)
+
+
+def test_counted_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "MAX_PIECES", 3)
+    table = _asked(Mode.PUSH)
+    for chunk in range(5):
+        assert table.piece(P, Done(R, chunk, False, 0, 2, 50, 1), 2) == []
+    (attempt,) = table._attempts.values()
+    assert len(attempt.sources[P].pieces) == 3
 
 
 def test_all_sources_must_be_done() -> None:

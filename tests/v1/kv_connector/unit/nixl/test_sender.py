@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     StartWrite,
     TransferSize,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.book import HISTORY
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
@@ -90,7 +91,7 @@ def _closed(actions: list[Action]) -> list[SenderClosed]:
 def _written(
     table: SenderTable, now: float, failure: str | None = None
 ) -> list[Action]:
-    return table.written(R, MOVED, failure, now)
+    return table.written(R, 0, MOVED, failure, now)
 
 
 def test_a_registration_before_its_request_is_served_when_the_offer_comes() -> None:
@@ -99,7 +100,9 @@ def test_a_registration_before_its_request_is_served_when_the_offer_comes() -> N
     table.expect(T, 1, (), 1)
     (write,) = table.offer(_offer(), 2)
     assert isinstance(write, StartWrite)
-    assert (write.peer, write.registration_id, write.want) == (D, R, _want())
+    assert (write.peer, write.registration_id) == (D, R)
+    assert (write.chunk, write.last) == (0, True)
+    assert write.local_blocks[0].tolist() == [7, 8, 9]
     assert write.remote_blocks[0].tolist() == [1, 2, 3]
     (closed,) = _closed(_written(table, 3))
     assert (closed.reason, closed.tokens, closed.size) == (
@@ -326,7 +329,7 @@ def test_a_lost_receiver_ends_its_claims_when_nothing_is_written() -> None:
     table.offer(_offer(), 0)
     table.register(D, _register(R), 0)
     assert table.peers() == {D, E}
-    table.written(S, MOVED, None, 1)
+    table.written(S, 0, MOVED, None, 1)
     assert table.peer_lost(D, 2) == []
     assert table.peers() == {D}
     actions = _written(table, 3, "disconnected")
@@ -442,8 +445,8 @@ def test_a_request_is_found_under_all_its_names() -> None:
     table.register(D, _register(S, T), 2)
     assert table.sizes() == {"sender_handoffs": 1, "sender_claims": 2}
     assert len(table.offer(_offer(), 3)) == 2
-    table.written(R, MOVED, None, 4)
-    table.written(S, MOVED, None, 4)
+    table.written(R, 0, MOVED, None, 4)
+    table.written(S, 0, MOVED, None, 4)
     assert not any(table.sizes().values())
     late = RegistrationId("late")
     assert "num_receivers" in _refusal(table.register(D, _register(late, U), 5))
@@ -457,7 +460,6 @@ def test_anothers_own_name_is_no_alias() -> None:
     table.expect(U, 1, (T,), 1)
     (write,) = table.register(D, _register(R, T), 2)
     assert isinstance(write, StartWrite)
-    assert write.offer.transfer_id == T
     (closed,) = _closed(_written(table, 3))
     assert (closed.transfer_id, closed.generation) == (T, 1)
 
@@ -503,7 +505,7 @@ def test_claimed_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_old_outcomes_are_forgotten() -> None:
     table = SenderTable(LEASE, BLOCK)
-    for index in range(sender.HISTORY + 1):
+    for index in range(HISTORY + 1):
         table.withdraw(TransferId(f"t{index}"), "aborted", 0)
     assert _sent(table.register(D, _register(R, TransferId("t0")), 1)) == [Accepted(R)]
     assert _refusal(table.register(D, _register(S, TransferId("t1")), 1)) == "aborted"

@@ -10,6 +10,7 @@ import pytest
 
 from v1.kv_connector.unit.nixl import arena
 from v1.kv_connector.unit.nixl.arena import (
+    BLOCK_TOKENS,
     LAYERS,
     PAGE_BYTES,
     Rank,
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     CancelReceive,
     Expect,
     Receive,
+    Retract,
     TellNotNeeded,
     Unwatch,
     Watch,
@@ -33,9 +35,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     CloseReason,
     Event,
     FailureKind,
+    Offer,
     Received,
     ReceiveFailed,
     ReceiveQuiet,
+    Retracted,
     SenderClosed,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
@@ -151,6 +155,54 @@ def test_nothing_moves_before_it_is_computed(pair: Pair) -> None:
     computed = True
     pair.until(_has(pair.d, Received))
     assert pair.moved()
+
+
+def _chunk(first: int, last: int, generation: int = 1) -> PendingOffer:
+    tokens = len(HERE) * BLOCK_TOKENS
+    chunk = Offer(
+        T,
+        generation,
+        tokens,
+        b"digest",
+        (HERE[first:last],),
+        first,
+        tokens - last * BLOCK_TOKENS,
+    )
+    return PendingOffer(chunk, lambda: True)
+
+
+def test_chunks_move_as_they_are_computed(push: Pair) -> None:
+    push.receive()
+    push.p.step(Expect(T, 1, ()))
+    for index in range(len(HERE)):
+        assert push.d.events == []
+        push.p.step(_chunk(index, index + 1))
+
+        def here(index: int = index) -> bool:
+            mine = push.p.pages[:, HERE[: index + 1]]
+            return bool(np.array_equal(mine, push.d.pages[:, THERE[: index + 1]]))
+
+        push.until(here)
+    push.until(_has(push.d, Received))
+    (received,) = push.d.events
+    assert isinstance(received, Received)
+    assert received.size.bytes == len(HERE) * LAYERS * PAGE_BYTES
+    push.until_idle()
+
+
+def test_a_preempted_prompt_moves_on_from_other_blocks(push: Pair) -> None:
+    push.receive()
+    push.p.step(Expect(T, 1, ()), _chunk(0, 2))
+    push.until(lambda: bool(push.d.pages[:, THERE[1]].any()))
+    push.p.step(Retract(T, 1))
+    push.until(_has(push.p, Retracted))
+    # Other tokens are computed into what was given away.
+    computed = push.p.pages[:, HERE].copy()
+    push.p.pages[:, HERE[:2]] = 0
+    push.p.step(_chunk(0, len(HERE), generation=2))
+    push.until(_has(push.d, Received))
+    assert np.array_equal(push.d.pages[:, THERE], computed)
+    push.until_idle()
 
 
 def test_long_transfers_go_in_pieces(

@@ -61,6 +61,7 @@ class Ends:
             operation,
             self.peer,
             RegistrationId(name),
+            0,
             self.local,
             self.remote,
             pieces,
@@ -139,7 +140,7 @@ def test_a_read_fetches_blocks(ends: Ends) -> None:
     assert np.array_equal(ends.mine.pages, before)
 
 
-def test_each_piece_brings_its_news_and_the_last_the_total(ends: Ends) -> None:
+def test_each_piece_brings_its_news_and_the_total(ends: Ends) -> None:
     block = LAYERS * PAGE_BYTES
     mine, theirs = list(range(16)), list(range(31, 15, -1))
     ends.start("WRITE", _plan(mine, theirs, block))
@@ -147,7 +148,7 @@ def test_each_piece_brings_its_news_and_the_last_the_total(ends: Ends) -> None:
     assert ended.size.bytes == 16 * block
     ends.until(lambda: len(ends.heard) == 16)
     news = sorted(tuple(map(int, data.split(b"/"))) for data in ends.heard)
-    assert news == [(seq, 16 * (seq == 15), block) for seq in range(16)]
+    assert news == [(seq, 16, block) for seq in range(16)]
     assert np.array_equal(ends.theirs.pages[:, theirs], ends.mine.pages[:, mine])
 
 
@@ -297,7 +298,7 @@ def _transfer_and_kill(
 
     def transfer() -> TransferEnded:
         pool.start(
-            operation, peer, R, local, remote, _plan(MINE, THEIRS), lambda *_: b"x"
+            operation, peer, R, 0, local, remote, _plan(MINE, THEIRS), lambda *_: b"x"
         )
         end = time.monotonic() + 30
         while not (ended := list(pool.advance())):

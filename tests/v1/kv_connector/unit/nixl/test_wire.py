@@ -67,7 +67,7 @@ MESSAGES: list[Message] = [
     LeaseRequest(T, R, WANT),
     Accepted(R),
     LeaseGranted(R, 3, 30.0, (b"", pack_blocks([7]))),
-    Done(R, 1, 2, 3, 4),
+    Done(R, 5, True, 1, 2, 3, 4),
     Finished(R),
     Refused(R, "no"),
     Cancel(R, T),

@@ -38,6 +38,18 @@ class Withdraw:
 
 
 @dataclass(frozen=True)
+class Retract:
+    """P: what was offered under that generation is taken back.
+
+    The request is preempted and will be computed anew; report when nothing reads its
+    blocks any more.
+    """
+
+    transfer_id: TransferId
+    generation: int
+
+
+@dataclass(frozen=True)
 class Watch:
     """D: a request waits to be scheduled; keep its KV alive and connect early."""
 
@@ -94,6 +106,7 @@ class Retire:
 Command: TypeAlias = (
     Expect
     | Withdraw
+    | Retract
     | Watch
     | Unwatch
     | Receive

@@ -92,6 +92,8 @@ class ConnectorConfig:
             registered for.
         peer_timeout: silence after which a peer that owes an answer counts as lost.
         handshake_timeout: bound on one exchange over the side channel.
+        chunked_push: write each chunk of a chunked prefill in the step that computes
+            it; otherwise the whole prompt when it is computed.
         max_transfer_bytes: largest single NIXL transfer; longer ones are split so
             that a blocking post cannot hold up liveness answers.
         enforce_handshake_compat: refuse a peer of another model, version or backend.
@@ -117,6 +119,7 @@ class ConnectorConfig:
     push_registration_timeout: float = 480.0
     peer_timeout: float = 10.0
     handshake_timeout: float = 5.0
+    chunked_push: bool = True
     max_transfer_bytes: int = 64 << 20
     enforce_handshake_compat: bool = True
     kv_recompute_threshold: int = 64
@@ -157,6 +160,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "push_registration_timeout": _seconds,
     "peer_timeout": _seconds,
     "handshake_timeout": _seconds,
+    "chunked_push": _flag,
     "max_transfer_bytes": _count(1),
     "enforce_handshake_compat": _flag,
     "kv_recompute_threshold": _count(0),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the state machines want moved to NIXL transfers, and their ends."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from vllm.logger import init_logger
 
@@ -10,11 +10,11 @@ from .agent import Agent, AgentError
 from .config import ConnectorConfig
 from .connections import Connections
 from .handoff.actions import StartRead, StartWrite
-from .ids import AgentName, RegistrationId
+from .ids import AgentName
 from .plan import Pages, Piece, PlanError, plan
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
-from .wire import PROTOCOL_VERSION, BlockArray, Done, Packet, RankInfo, encode
+from .wire import PROTOCOL_VERSION, Done, Packet, RankInfo, encode
 
 logger = init_logger(__name__)
 
@@ -31,7 +31,6 @@ class Movement:
         stats: StatsCollector,
     ) -> None:
         self._max_bytes = config.max_transfer_bytes
-        self._block_size = local.block_size
         self._connections = connections
         self._stats = stats
         self._pages = Pages.of(local.regions)
@@ -43,30 +42,24 @@ class Movement:
 
     def write(self, action: StartWrite) -> str | None:
         """Queue a WRITE; returns why it cannot be, if so."""
-        positions = action.want.block_range(self._block_size)
-        local = [
-            group[positions.start : positions.stop] for group in action.offer.blocks
-        ]
-        registration_id = action.registration_id
 
         def done(seq: int, total: int, piece: Piece) -> bytes:
-            body = Done(registration_id, seq, total, piece.bytes, piece.descriptors)
+            body = Done(
+                action.registration_id,
+                action.chunk,
+                action.last,
+                seq,
+                total,
+                piece.bytes,
+                piece.descriptors,
+            )
             return encode(Packet(PROTOCOL_VERSION, None, body))
 
-        return self._start(
-            "WRITE", action.peer, registration_id, local, action.remote_blocks, done
-        )
+        return self._start("WRITE", action, action.chunk, done)
 
     def read(self, action: StartRead) -> str | None:
         """Queue a READ; returns why it cannot be, if so."""
-        return self._start(
-            "READ",
-            action.peer,
-            action.registration_id,
-            action.local_blocks,
-            action.remote_blocks,
-            lambda *_: b"",
-        )
+        return self._start("READ", action, 0, lambda *_: b"")
 
     def advance(self) -> Iterator[TransferEnded]:
         """See :meth:`TransferPool.advance`; what has ended is counted."""
@@ -89,12 +82,11 @@ class Movement:
     def _start(
         self,
         operation: str,
-        name: AgentName,
-        registration_id: RegistrationId,
-        local: Sequence[BlockArray],
-        remote: Sequence[BlockArray],
+        action: StartWrite | StartRead,
+        chunk: int,
         notification: Callable[[int, int, Piece], bytes],
     ) -> str | None:
+        name = action.peer
         peer = self._connections.usable(name)
         if peer is None:
             return "the peer was lost"
@@ -103,8 +95,8 @@ class Movement:
             pieces = plan(
                 self._pages,
                 peer.info.regions[0].num_blocks,
-                local,
-                remote,
+                action.local_blocks,
+                action.remote_blocks,
                 self._max_bytes,
             )
         except (PlanError, AgentError) as error:
@@ -116,7 +108,8 @@ class Movement:
         self._pool.start(
             operation,
             name,
-            registration_id,
+            action.registration_id,
+            chunk,
             self._prepared,
             prepared,
             pieces,

@@ -19,6 +19,7 @@ from .commands import (
     Keep,
     Receive,
     Retire,
+    Retract,
     TellNotNeeded,
     Unwatch,
     Watch,
@@ -225,6 +226,8 @@ class TransferLoop:
                 self._do(
                     self._sender.withdraw(command.transfer_id, command.reason, now)
                 )
+            case Retract():
+                self._do(self._sender.retract(command.transfer_id, command.generation))
             case Keep():
                 self._kept.keep(command.offer, now)
             case Retire():
@@ -411,7 +414,7 @@ class TransferLoop:
         if failure is not None:
             self._do(
                 self._sender.written(
-                    action.registration_id, TransferSize(), failure, now
+                    action.registration_id, action.chunk, TransferSize(), failure, now
                 )
             )
 
@@ -427,7 +430,7 @@ class TransferLoop:
     def _transfer_ended(self, ended: TransferEnded, now: float) -> None:
         if ended.operation == "WRITE":
             actions = self._sender.written(
-                ended.registration_id, ended.size, ended.failure, now
+                ended.registration_id, ended.chunk, ended.size, ended.failure, now
             )
         else:
             actions = self._receiver.read_ended(

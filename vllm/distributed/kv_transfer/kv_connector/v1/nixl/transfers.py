@@ -19,6 +19,7 @@ class TransferEnded:
     """All pieces of one WRITE or READ have ended.
 
     Attributes:
+        chunk: which WRITE of the registration it was.
         failure: why it failed, if so.
         post_seconds: time spent in posting calls.
         seconds: from the first post to the last end.
@@ -27,6 +28,7 @@ class TransferEnded:
     operation: str
     peer: AgentName
     registration_id: RegistrationId
+    chunk: int
     size: TransferSize
     failure: str | None
     post_seconds: float
@@ -38,6 +40,7 @@ class _Job:
     operation: str
     peer: AgentName
     registration_id: RegistrationId
+    chunk: int
     local: Any
     remote: Any
     pieces: deque[tuple[Piece, bytes]]
@@ -83,6 +86,7 @@ class TransferPool:
         operation: str,
         peer: AgentName,
         registration_id: RegistrationId,
+        chunk: int,
         local: Any,
         remote: Any,
         pieces: list[Piece],
@@ -90,15 +94,15 @@ class TransferPool:
     ) -> None:
         """Queue a ``WRITE`` or ``READ``.
 
-        ``notification(seq, total, piece)`` gives what travels with each piece;
-        ``total`` is 0 except with the last.
+        ``notification(seq, total, piece)`` gives what travels with each piece.
         """
-        last = len(pieces) - 1
         queue = deque(
-            (piece, notification(seq, len(pieces) if seq == last else 0, piece))
+            (piece, notification(seq, len(pieces), piece))
             for seq, piece in enumerate(pieces)
         )
-        self._jobs.append(_Job(operation, peer, registration_id, local, remote, queue))
+        self._jobs.append(
+            _Job(operation, peer, registration_id, chunk, local, remote, queue)
+        )
 
     def advance(self) -> Iterator[TransferEnded]:
         """Check what is under way, post what may be; yields what has ended."""
@@ -192,6 +196,7 @@ class TransferPool:
             job.operation,
             job.peer,
             job.registration_id,
+            job.chunk,
             job.posted if job.failure is None else TransferSize(),
             job.failure,
             job.post_seconds,

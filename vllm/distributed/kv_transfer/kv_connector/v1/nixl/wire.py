@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .ids import AgentName, EngineId, RegistrationId, TransferId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_PACKET_BYTES = 16 << 20
 """Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
@@ -35,7 +35,7 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """Bytes."""
 
 Piece: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
-"""A piece of a WRITE; the receiver keeps the number of each."""
+"""A chunk, or a piece of one; the receiver keeps the numbers."""
 
 _SHORT = msgspec.Meta(
     min_length=1, max_length=512, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z"
@@ -117,10 +117,14 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: Count
     digest: Digest
 
+    @property
+    def end(self) -> int:
+        """The position after the last of these tokens."""
+        return self.first_token + self.num_tokens
+
     def block_range(self, block_size: int) -> range:
         """Block positions in the prompt that hold these tokens."""
-        first = self.first_token // block_size
-        return range(first, -(-(self.first_token + self.num_tokens) // block_size))
+        return range(self.first_token // block_size, -(-self.end // block_size))
 
 
 class HelloAck(_Message, frozen=True, tag="hello_ack"):
@@ -169,15 +173,18 @@ class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """P → D (push): piece ``seq`` has landed; ``total`` is 0 until it is known.
+    """P → D (push): piece ``seq`` of the ``total`` of one chunk has landed.
 
-    ``bytes`` and ``descriptors`` are those of the piece.
+    ``last`` tells that no chunk has a higher number. ``bytes`` and ``descriptors``
+    are those of the piece.
 
     It travels with the WRITE that it reports. Separate WRITEs have no order, so
-    the receiver counts distinct pieces up to ``total``.
+    the receiver counts distinct pieces of each chunk, and chunks up to the last.
     """
 
     registration_id: Registration
+    chunk: Piece
+    last: bool
     seq: Piece
     total: Piece
     bytes: Size

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the state machines ask their shell to do, and the facts they report."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
+
+import numpy as np
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..wire import BlockArray, Message, Want
@@ -11,9 +13,12 @@ from ..wire import BlockArray, Message, Want
 
 @dataclass(frozen=True)
 class Offer:
-    """KV that a prefill engine has computed and pinned.
+    """KV that an engine has computed and pinned: of a whole prompt, or of a chunk.
 
-    ``blocks`` holds, per KV cache group, the block ids from position 0 on.
+    ``blocks`` holds, per KV cache group, the block ids from position ``first_block``
+    on. The offers of one generation follow each other without a gap, and together
+    hold all but the last ``missing_tokens``; all but the last one end with a full
+    block.
     """
 
     transfer_id: TransferId
@@ -21,6 +26,21 @@ class Offer:
     prompt_tokens: int
     digest: bytes
     blocks: tuple[BlockArray, ...]
+    first_block: int = 0
+    missing_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens from the start of the prompt whose KV is there."""
+        return self.prompt_tokens - self.missing_tokens
+
+    def joined(self, following: "Offer") -> "Offer":
+        """This one and the next of its generation as one."""
+        blocks = tuple(
+            np.concatenate(pair)
+            for pair in zip(self.blocks, following.blocks, strict=True)
+        )
+        return replace(following, blocks=blocks, first_block=self.first_block)
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,16 @@ class Send:
 
 @dataclass(frozen=True)
 class StartWrite:
-    """WRITE ``want`` from the offer's blocks to the peer's; report each piece."""
+    """WRITE the local blocks to the peer's; report each piece.
+
+    It is chunk number ``chunk`` of the registration, and perhaps the last one.
+    """
 
     peer: AgentName
     registration_id: RegistrationId
-    offer: Offer
-    want: Want
+    chunk: int
+    last: bool
+    local_blocks: tuple[BlockArray, ...]
     remote_blocks: tuple[BlockArray, ...]
 
 
@@ -88,6 +112,14 @@ class SenderClosed:
 
 
 @dataclass(frozen=True)
+class Retracted:
+    """P: no handle of this rank uses the blocks of that generation any more."""
+
+    transfer_id: TransferId
+    generation: int
+
+
+@dataclass(frozen=True)
 class Received:
     """D: all wanted KV is in this rank's blocks, and nothing writes there now."""
 
@@ -130,7 +162,7 @@ class ReceiveQuiet:
     registration_id: RegistrationId
 
 
-Event: TypeAlias = SenderClosed | Received | ReceiveFailed | ReceiveQuiet
+Event: TypeAlias = SenderClosed | Retracted | Received | ReceiveFailed | ReceiveQuiet
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..wire import (
     Want,
     pack_blocks,
 )
-from .actions import CloseReason, Offer, TransferSize
+from .actions import CloseReason, Offer, StartWrite, TransferSize
 
 
 class Stage(Enum):
@@ -26,7 +26,10 @@ class Stage(Enum):
 
 
 class ClaimState(Enum):
-    """How far a receiver's claim is."""
+    """How far a receiver's claim is.
+
+    One that is written chunk by chunk is WAITING whenever no WRITE is under way.
+    """
 
     WAITING = auto()
     WRITING = auto()
@@ -35,7 +38,14 @@ class ClaimState(Enum):
 
 @dataclass
 class Claim:
-    """One receiver's wish for a hand-off's KV."""
+    """One receiver's wish for a hand-off's KV.
+
+    Attributes:
+        writes: the generation that each WRITE under way reads from, by chunk number.
+        chunks: WRITEs begun so far, which is the number of the next chunk.
+        written_to: tokens from the start of the prompt that are written or being so.
+        failure: why a WRITE failed.
+    """
 
     registration_id: RegistrationId
     peer: AgentName
@@ -48,6 +58,15 @@ class Claim:
     # outcome of the WRITE is then nobody's concern but its end still is.
     abandoned: bool = False
     cancel_requested: bool = False
+    writes: dict[int, int] = field(default_factory=dict)
+    chunks: int = 0
+    written_to: int = 0
+    failure: str | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether WRITEs of all that is wanted have begun."""
+        return self.written_to >= self.want.end
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +76,13 @@ class Claim:
 
 @dataclass
 class Handoff:
-    """One prompt's KV and those who want it."""
+    """One prompt's KV and those who want it.
+
+    Attributes:
+        offer: what has been computed since the prefill request has last begun.
+        retracted: the latest generation that was taken back.
+        retracting: generations that were, while a WRITE reads from their blocks.
+    """
 
     transfer_id: TransferId
     stage: Stage
@@ -73,6 +98,8 @@ class Handoff:
     tokens: int = 0
     size: TransferSize = field(default_factory=TransferSize)
     aliases: tuple[TransferId, ...] = ()
+    retracted: int = 0
+    retracting: set[int] = field(default_factory=set)
 
     @property
     def result(self) -> CloseReason:
@@ -80,6 +107,10 @@ class Handoff:
         if self.tokens:
             return CloseReason.SERVED
         return CloseReason.EXPIRED if self.lapsed else CloseReason.RELEASED
+
+    def is_read_from(self, generation: int) -> bool:
+        """Whether a WRITE reads from the blocks of a generation."""
+        return any(generation in c.writes.values() for c in self.claims.values())
 
 
 @dataclass(frozen=True)
@@ -123,13 +154,57 @@ def grant(
     )
 
 
+def next_write(offer: Offer, claim: Claim, block_size: int) -> StartWrite | None:
+    """Begin to WRITE what has been computed for ``claim`` since the last time."""
+    assert claim.blocks is not None
+    want = claim.want
+    begin = max(claim.written_to, want.first_token)
+    end = min(offer.computed_tokens, want.end)
+    if end <= begin or claim.failure or claim.cancel_requested or claim.abandoned:
+        return None
+    here = Want(want.prompt_tokens, begin, end - begin, b"").block_range(block_size)
+    first = want.first_token // block_size
+    there = slice(here.start - first, here.stop - first)
+    chunk = claim.chunks
+    claim.state = ClaimState.WRITING
+    claim.chunks += 1
+    claim.written_to = end
+    claim.writes[chunk] = offer.generation
+    return StartWrite(
+        claim.peer,
+        claim.registration_id,
+        chunk,
+        claim.is_written,
+        tuple(group[here.start : here.stop] for group in offer.blocks),
+        tuple(group[there] for group in claim.blocks),
+    )
+
+
+def answer_to_written(
+    handoff: Handoff, claim: Claim
+) -> Finished | Refused | Cancelled | None:
+    """What a receiver gets whose WRITEs have all ended; ``None`` if more follow."""
+    registration_id = claim.registration_id
+    if claim.failure is not None:
+        return Refused(registration_id, claim.failure)
+    if claim.cancel_requested:
+        return Cancelled(registration_id)
+    if claim.is_written:
+        return Finished(registration_id)
+    if claim.abandoned:
+        return Refused(registration_id, "the decode engine was lost")
+    if handoff.withdrawn is not None:
+        return Refused(registration_id, handoff.withdrawn)
+    return None
+
+
 def is_part(want: Want, offer: Offer, block_size: int) -> bool:
     """Whether ``want`` is a block-aligned part of what ``offer`` holds."""
     return (
         want.first_token >= 0
         and want.num_tokens >= 1
         and want.first_token % block_size == 0
-        and want.first_token + want.num_tokens <= offer.prompt_tokens
+        and want.end <= offer.prompt_tokens
     )
 
 

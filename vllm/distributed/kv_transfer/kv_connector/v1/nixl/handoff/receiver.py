@@ -43,6 +43,9 @@ from .actions import (
     TransferSize,
 )
 
+MAX_PIECES = 1 << 20
+"""Pieces of one rank's WRITEs that are counted for an attempt."""
+
 
 class _State(Enum):
     CONNECTING = auto()
@@ -55,10 +58,16 @@ class _State(Enum):
 
 @dataclass
 class _Source:
-    """What one writing or readable rank has told so far."""
+    """What one writing or readable rank has told so far.
 
-    pieces: set[int] = field(default_factory=set)
-    total: int = 0
+    ``pieces`` holds what has landed of each chunk, ``complete`` the chunks that have
+    landed whole.
+    """
+
+    pieces: dict[int, set[int]] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    last_chunk: int | None = None
+    num_pieces: int = 0
     finished: bool = False
     granted: LeaseGranted | None = None
     read: bool = False
@@ -66,7 +75,24 @@ class _Source:
 
     @property
     def done(self) -> bool:
-        return self.finished or (0 < self.total <= len(self.pieces))
+        if self.last_chunk is None:
+            return self.finished
+        return self.finished or len(self.complete) > self.last_chunk
+
+    def landed(self, msg: Done) -> bool:
+        """A piece has; whether that is news."""
+        if self.num_pieces >= MAX_PIECES:
+            return False
+        pieces = self.pieces.setdefault(msg.chunk, set())
+        if msg.seq in pieces:
+            return False
+        pieces.add(msg.seq)
+        self.num_pieces += 1
+        if len(pieces) == msg.total:
+            self.complete.add(msg.chunk)
+        if msg.last:
+            self.last_chunk = msg.chunk
+        return True
 
 
 @dataclass(frozen=True)
@@ -174,10 +200,8 @@ class ReceiverTable:
         attempt, source = self._lookup(peer, msg.registration_id)
         if attempt is None or source is None or attempt.reads:
             return []
-        if msg.seq not in source.pieces:
-            source.pieces.add(msg.seq)
+        if source.landed(msg):
             attempt.size += TransferSize(msg.bytes, msg.descriptors)
-        source.total = max(source.total, msg.total)
         return self._progress(attempt, now)
 
     def finished(

@@ -39,24 +39,26 @@ from .actions import (
     CloseReason,
     Offer,
     Report,
+    Retracted,
     Send,
     SenderClosed,
-    StartWrite,
     TransferSize,
 )
+from .book import HISTORY, HandoffBook
 from .claims import (
     Claim,
     ClaimState,
     Handoff,
     Outcome,
     Stage,
+    answer_to_written,
     grant,
+    next_write,
     unfit,
     why_closed,
 )
 from .history import History
 
-HISTORY = 8192
 MAX_CLAIMS_PER_HANDOFF = 4096
 MAX_HANDOFFS = 65536
 MAX_CLAIMED_BLOCKS = 1 << 26
@@ -76,13 +78,9 @@ class SenderTable:
     def __init__(self, lease: float, block_size: int) -> None:
         self._lease = lease
         self._block_size = block_size
-        self._handoffs: dict[TransferId, Handoff] = {}
-        self._alias: dict[TransferId, TransferId] = {}
-        self._claims: dict[RegistrationId, TransferId] = {}
+        self._handoffs = HandoffBook(lease)
         self._outcomes: History[RegistrationId, Outcome] = History(HISTORY)
-        self._closed: History[TransferId, str] = History(HISTORY)
         self._offered_at = float("-inf")
-        self._claimed_blocks = 0
 
     # ---- what the scheduler side says
 
@@ -94,30 +92,16 @@ class SenderTable:
         now: float,
     ) -> None:
         """A prefill request for ``transfer_id`` is in this engine."""
-        handoff = self._open(transfer_id, now)
+        handoff = self._handoffs.open(transfer_id, now)
         if handoff.stage is Stage.AWAITED:
             handoff.stage = Stage.EXPECTED
         handoff.receivers = receivers
-        for alias in aliases:
-            early = self._handoffs.get(alias)
-            if alias == transfer_id or alias in self._alias:
-                continue
-            if early is not None and early.stage is not Stage.AWAITED:
-                # Another request's own name; whoever asks by it means that one.
-                continue
-            handoff.aliases += (alias,)
-            self._alias[alias] = transfer_id
-            if early is not None:
-                del self._handoffs[alias]
-                for claim in early.claims.values():
-                    handoff.claims[claim.registration_id] = claim
-                    self._claims[claim.registration_id] = transfer_id
-                handoff.ended += early.ended
-                handoff.released |= early.released
+        self._handoffs.name(handoff, aliases)
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
-        """The prompt's KV is computed and pinned."""
-        if offer.transfer_id not in self._handoffs:
+        """KV of the prompt, or of its next chunk, is computed and pinned."""
+        handoff = self._handoffs.get(offer.transfer_id)
+        if handoff is None:
             # It was withdrawn while its computation was under way.
             event = SenderClosed(
                 offer.transfer_id,
@@ -128,17 +112,35 @@ class SenderTable:
                 seconds=0.0,
             )
             return [Report(event)]
-        self._offered_at = now
-        handoff = self._handoffs[offer.transfer_id]
-        handoff.stage = Stage.OFFERED
-        handoff.offer = offer
-        handoff.offered_at = now
-        handoff.deadline = now + self._lease
+        if offer.generation <= handoff.retracted:
+            return []
+        handoff.offer = offer if offer.first_block == 0 else _joined(handoff, offer)
+        if not offer.missing_tokens:
+            self._offered_at = now
+            handoff.stage = Stage.OFFERED
+            handoff.offered_at = now
+            handoff.deadline = now + self._lease
         actions: list[Action] = []
-        for claim in list(handoff.claims.values()):
-            actions += self._serve(handoff, claim, now)
+        if handoff.withdrawn is None:
+            for claim in list(handoff.claims.values()):
+                actions += self._serve(handoff, claim, now)
         actions += self._close_if_over(handoff, now)
         return actions
+
+    def retract(self, transfer_id: TransferId, generation: int) -> list[Action]:
+        """The prefill request is preempted; it will be computed anew.
+
+        What is written stays written, since the same tokens give the same KV.
+        """
+        handoff = self._handoffs.get(transfer_id)
+        if handoff is not None:
+            handoff.retracted = generation
+            if handoff.offer is not None and handoff.offer.generation <= generation:
+                handoff.offer = None
+            if handoff.is_read_from(generation):
+                handoff.retracting.add(generation)
+                return []
+        return [Report(Retracted(transfer_id, generation))]
 
     def withdraw(
         self, transfer_id: TransferId, reason: str, now: float
@@ -146,7 +148,7 @@ class SenderTable:
         """The prefill request has ended without, or in spite of, an offer."""
         handoff = self._handoffs.get(transfer_id)
         if handoff is None:
-            self._closed.put(transfer_id, reason)
+            self._handoffs.refuse_later(transfer_id, reason)
             return []
         handoff.withdrawn = reason
         actions: list[Action] = []
@@ -163,7 +165,7 @@ class SenderTable:
         try:
             blocks = tuple(unpack_blocks(group) for group in msg.blocks)
         except WireError as error:
-            if msg.registration_id in self._claims:
+            if self._handoffs.is_claimed(msg.registration_id):
                 return []
             return self._reject(peer, msg.registration_id, str(error))
         return self._claim(
@@ -186,9 +188,9 @@ class SenderTable:
         now: float,
     ) -> list[Action]:
         """D wants its blocks back; it is told when nothing writes there any more."""
-        found = self._find_claim(peer, registration_id)
+        found = self._handoffs.claim(registration_id, peer)
         if found is None:
-            if registration_id in self._claims:
+            if self._handoffs.is_claimed(registration_id):
                 return []
             if self._outcomes.get(registration_id) is not None:
                 return [Send(peer, Cancelled(registration_id))]
@@ -208,13 +210,13 @@ class SenderTable:
         self, transfer_id: TransferId, receivers: int, now: float
     ) -> list[Action]:
         """``receivers`` decode requests (0: all of them) will not ask for it."""
-        handoff = self._find(transfer_id)
+        handoff = self._handoffs.find(transfer_id)
         if handoff is None:
-            if self._closed.get(transfer_id) is not None:
+            if self._handoffs.why_closed(transfer_id) is not None:
                 return []
             if len(self._handoffs) >= MAX_HANDOFFS:
                 return []
-            handoff = self._open(transfer_id, now)
+            handoff = self._handoffs.open(transfer_id, now)
         handoff.ended += receivers
         handoff.released |= receivers == 0
         return self._close_if_over(handoff, now)
@@ -229,13 +231,13 @@ class SenderTable:
         if self._stuck(now):
             return
         for transfer_id in transfer_ids:
-            handoff = self._find(transfer_id)
+            handoff = self._handoffs.find(transfer_id)
             if handoff is not None and handoff.stage is not Stage.AWAITED:
                 handoff.deadline = max(handoff.deadline, now + self._lease)
 
     def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
         """D's READ has ended. It counts only if the blocks were still leased."""
-        found = self._find_claim(peer, msg.registration_id)
+        found = self._handoffs.claim(msg.registration_id, peer)
         if found is None:
             outcome = self._outcomes.get(msg.registration_id)
             read = outcome is not None and isinstance(outcome.answer, Finished)
@@ -265,36 +267,41 @@ class SenderTable:
     def written(
         self,
         registration_id: RegistrationId,
+        chunk: int,
         size: TransferSize,
         failure: str | None,
         now: float,
     ) -> list[Action]:
-        """All WRITEs for a claim have ended, successfully where no failure is given."""
-        transfer_id = self._claims.get(registration_id)
-        if transfer_id is None:
+        """The WRITE of a chunk has ended, successfully where no failure is given."""
+        found = self._handoffs.claim(registration_id)
+        if found is None:
             return []
-        handoff = self._handoffs[transfer_id]
-        claim = handoff.claims[registration_id]
+        handoff, claim = found
+        generation = claim.writes.pop(chunk)
         handoff.size += size
-        answer: Finished | Refused | Cancelled
-        if failure is not None:
-            answer = Refused(registration_id, failure)
-        elif claim.cancel_requested:
-            answer = Cancelled(registration_id)
-        else:
-            answer = Finished(registration_id)
+        claim.failure = claim.failure or failure
+        actions: list[Action] = []
+        if generation in handoff.retracting and not handoff.is_read_from(generation):
+            handoff.retracting.remove(generation)
+            actions.append(Report(Retracted(handoff.transfer_id, generation)))
+        if claim.writes:
+            return actions
+        claim.state = ClaimState.WAITING
+        answer = answer_to_written(handoff, claim)
+        if answer is None:
+            return actions
+        if isinstance(answer, Finished):
             handoff.tokens += claim.want.num_tokens
-        quiet = claim.abandoned or isinstance(answer, Finished)
-        actions = self._end(handoff, claim, answer)
-        if quiet:
-            # The last piece carried the news itself, or nobody listens.
-            actions = []
+        told = self._end(handoff, claim, answer)
+        if not claim.abandoned and not isinstance(answer, Finished):
+            # Else the last piece has carried the news itself, or nobody listens.
+            actions += told
         return actions + self._close_if_over(handoff, now)
 
     def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
         """The engine behind ``peer`` is gone; nothing can be sent to it."""
         actions: list[Action] = []
-        for handoff in list(self._handoffs.values()):
+        for handoff in self._handoffs.values():
             for claim in list(handoff.claims.values()):
                 if claim.peer != peer:
                     continue
@@ -309,7 +316,7 @@ class SenderTable:
     def tick(self, now: float) -> list[Action]:
         """Act on what has run out of time."""
         actions: list[Action] = []
-        for handoff in list(self._handoffs.values()):
+        for handoff in self._handoffs.values():
             for claim in list(handoff.claims.values()):
                 if claim.state is ClaimState.LEASED and now > claim.lease_end:
                     self._end(
@@ -322,7 +329,7 @@ class SenderTable:
                 if handoff.stage is Stage.OFFERED:
                     actions += self._close(handoff, CloseReason.EXPIRED, now)
                 elif handoff.stage is Stage.AWAITED:
-                    self._forget(handoff, "no prefill request came for it")
+                    self._handoffs.forget(handoff, "no prefill request came for it")
             elif handoff.stage is Stage.AWAITED and now > handoff.deadline:
                 reason = (
                     f"no prefill request with transfer_id {handoff.transfer_id} "
@@ -330,7 +337,7 @@ class SenderTable:
                 )
                 for claim in list(handoff.claims.values()):
                     actions += self._end(handoff, claim, self._refuse(claim, reason))
-                self._forget(handoff, reason)
+                self._handoffs.forget(handoff, reason)
             else:
                 actions += self._close_if_over(handoff, now)
         return actions
@@ -341,7 +348,7 @@ class SenderTable:
         """Entries per table; all zero when nothing is under way."""
         return {
             "sender_handoffs": len(self._handoffs),
-            "sender_claims": len(self._claims),
+            "sender_claims": self._handoffs.num_claims,
         }
 
     def peers(self) -> set[AgentName]:
@@ -368,28 +375,6 @@ class SenderTable:
             for claim in handoff.claims.values()
         )
 
-    def _open(self, transfer_id: TransferId, now: float) -> Handoff:
-        handoff = self._handoffs.get(transfer_id)
-        if handoff is None:
-            handoff = Handoff(transfer_id, Stage.AWAITED, deadline=now + self._lease)
-            self._handoffs[transfer_id] = handoff
-        return handoff
-
-    def _find(self, transfer_id: TransferId) -> Handoff | None:
-        if transfer_id in self._handoffs:
-            return self._handoffs[transfer_id]
-        return self._handoffs.get(self._alias.get(transfer_id, transfer_id))
-
-    def _find_claim(
-        self, peer: AgentName, registration_id: RegistrationId
-    ) -> tuple[Handoff, Claim] | None:
-        transfer_id = self._claims.get(registration_id)
-        if transfer_id is None:
-            return None
-        handoff = self._handoffs[transfer_id]
-        claim = handoff.claims[registration_id]
-        return (handoff, claim) if claim.peer == peer else None
-
     def _claim(
         self,
         peer: AgentName,
@@ -402,8 +387,8 @@ class SenderTable:
         outcome = self._outcomes.get(registration_id)
         if outcome is not None:
             return [Send(peer, outcome.answer)] if outcome.peer == peer else []
-        if registration_id in self._claims:
-            found = self._find_claim(peer, registration_id)
+        if self._handoffs.is_claimed(registration_id):
+            found = self._handoffs.claim(registration_id, peer)
             if found is None:
                 return []
             _, known = found
@@ -411,26 +396,26 @@ class SenderTable:
                 return [self._grant(*found, now)]
             return [Send(peer, Accepted(registration_id))]
         claim = Claim(registration_id, peer, want, blocks, now)
-        handoff = self._find(transfer_id)
+        handoff = self._handoffs.find(transfer_id)
         if handoff is None:
-            reason = self._closed.get(transfer_id)
+            reason = self._handoffs.why_closed(transfer_id)
             if reason is not None:
                 return self._reject(peer, registration_id, reason)
             if len(self._handoffs) >= MAX_HANDOFFS:
                 return self._reject(peer, registration_id, "too many hand-offs")
-            handoff = self._open(transfer_id, now)
+            handoff = self._handoffs.open(transfer_id, now)
         if handoff.withdrawn is not None:
             return self._reject(peer, registration_id, handoff.withdrawn)
         if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
             return self._reject(peer, registration_id, "too many receivers")
-        if self._claimed_blocks + claim.num_blocks > MAX_CLAIMED_BLOCKS:
+        if self._handoffs.claimed_blocks + claim.num_blocks > MAX_CLAIMED_BLOCKS:
             return self._reject(peer, registration_id, "too many blocks are claimed")
-        self._claimed_blocks += claim.num_blocks
-        handoff.claims[registration_id] = claim
-        self._claims[registration_id] = handoff.transfer_id
+        self._handoffs.add_claim(handoff, claim)
+        actions: list[Action] = []
         if handoff.stage is not Stage.OFFERED:
-            return [Send(peer, Accepted(registration_id))]
-        actions = self._serve(handoff, claim, now)
+            actions.append(Send(peer, Accepted(registration_id)))
+        if handoff.offer is not None:
+            actions += self._serve(handoff, claim, now)
         return actions + self._close_if_over(handoff, now)
 
     def _reject(
@@ -451,15 +436,13 @@ class SenderTable:
         reason = unfit(offer, claim, self._block_size)
         if reason is not None:
             return self._end(handoff, claim, self._refuse(claim, reason))
-        if claim.blocks is None:
-            claim.state = ClaimState.LEASED
-            return [self._grant(handoff, claim, now)]
-        claim.state = ClaimState.WRITING
-        return [
-            StartWrite(
-                claim.peer, claim.registration_id, offer, claim.want, claim.blocks
-            )
-        ]
+        if claim.blocks is not None:
+            write = next_write(offer, claim, self._block_size)
+            return [] if write is None else [write]
+        if offer.missing_tokens:
+            return []
+        claim.state = ClaimState.LEASED
+        return [self._grant(handoff, claim, now)]
 
     def _grant(self, handoff: Handoff, claim: Claim, now: float) -> Send:
         offer = handoff.offer
@@ -481,9 +464,7 @@ class SenderTable:
         answer: Finished | Refused | Cancelled,
     ) -> list[Action]:
         """End a claim; returns the answer to its receiver."""
-        del handoff.claims[claim.registration_id]
-        del self._claims[claim.registration_id]
-        self._claimed_blocks -= claim.num_blocks
+        self._handoffs.drop_claim(handoff, claim)
         self._outcomes.put(claim.registration_id, Outcome(claim.peer, answer))
         handoff.ended += 1
         return [Send(claim.peer, answer)]
@@ -500,7 +481,7 @@ class SenderTable:
         return []
 
     def _close(self, handoff: Handoff, reason: CloseReason, now: float) -> list[Action]:
-        self._forget(handoff, why_closed(reason, handoff, self._lease))
+        self._handoffs.forget(handoff, why_closed(reason, handoff, self._lease))
         if handoff.offer is None:
             return []
         return [
@@ -516,9 +497,7 @@ class SenderTable:
             )
         ]
 
-    def _forget(self, handoff: Handoff, reason: str) -> None:
-        del self._handoffs[handoff.transfer_id]
-        self._closed.put(handoff.transfer_id, reason)
-        for alias in handoff.aliases:
-            del self._alias[alias]
-            self._closed.put(alias, reason)
+
+def _joined(handoff: Handoff, offer: Offer) -> Offer:
+    assert handoff.offer is not None, "a chunk without the ones before it"
+    return handoff.offer.joined(offer)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side: which prompts are to be handed off, and until when."""
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from ..commands import Command, Expect, Withdraw
-from ..handoff.actions import Offer, SenderClosed
+from ..commands import Command, Expect, Retract, Withdraw
+from ..handoff.actions import Offer, Retracted, SenderClosed
 from ..ids import Mode, RequestId, TransferId
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
 from .pins import Pin, PinBoard, PinState
@@ -26,26 +27,57 @@ logger = init_logger(__name__)
 LINGER_SECONDS = 2.0
 """How long the engine keeps stepping for releases that are due at any moment."""
 
+YIELD_SECONDS = 0.25
+YIELD_STEPS = 3
+"""How long a request that lacks blocks waits for those of preempted prompts,
+whichever is longer; a WRITE that takes longer has a peer that does not answer."""
+
 
 @dataclass
 class _Send:
+    """One hand-off.
+
+    ``generation`` is new whenever the request begins to be computed; the pins hold
+    the ``offered_blocks`` that were offered under it.
+    """
+
     transfer_id: TransferId
-    request_id: RequestId
-    prompt_tokens: int
+    request: "Request"
     digest: bytes
     generation: int = 0
-    pin: Pin | None = None
+    pins: list[Pin] = field(default_factory=list)
+    offered_blocks: int = 0
     closed_ranks: set[int] = field(default_factory=set)
     offered_at: float = 0.0
     tokens: int = 0
     bytes: int = 0
     descriptors: int = 0
 
+    @property
+    def request_id(self) -> RequestId:
+        return RequestId(self.request.request_id)
+
+    @property
+    def prompt_tokens(self) -> int:
+        count: int = self.request.num_prompt_tokens
+        return count
+
+
+@dataclass
+class _Retracting:
+    """Blocks of a preempted prompt, until no rank reads from them."""
+
+    pins: list[Pin]
+    since: float
+    since_step: int
+    quiet_ranks: set[int] = field(default_factory=set)
+
 
 class PrefillSide:
     """Hand-offs that this engine provides.
 
     Args:
+        chunked: whether a prompt is offered chunk by chunk as it is computed.
         address: this engine's side channel, told to routers.
         world_size: worker ranks, each of which reports on its own.
         suffix_appended: whether the engine appends a random suffix to request ids.
@@ -54,6 +86,7 @@ class PrefillSide:
     def __init__(
         self,
         mode: Mode,
+        chunked: bool,
         address: PrefillAddress,
         block_size: int,
         world_size: int,
@@ -62,6 +95,7 @@ class PrefillSide:
         records: Records,
     ) -> None:
         self._mode = mode
+        self._chunked = chunked
         self._address = address
         self._block_size = block_size
         self._world_size = world_size
@@ -69,9 +103,11 @@ class PrefillSide:
         self._pins = pins
         self._records = records
         self._generation = 0
+        self._step = 0
         self._waiting: dict[RequestId, _Send] = {}
         self._offered: dict[RequestId, _Send] = {}
         self._open: dict[TransferId, _Send] = {}
+        self._retracting: dict[tuple[TransferId, int], _Retracting] = {}
         self._commands: list[Command] = []
 
     def new_request(self, request: "Request", params: PrefillParams) -> None:
@@ -90,12 +126,7 @@ class PrefillSide:
             )
             self._records.count("sender_duplicate_transfer_id")
             return
-        send = _Send(
-            transfer_id,
-            request_id,
-            request.num_prompt_tokens,
-            prompt_digest(request.prompt_token_ids),
-        )
+        send = _Send(transfer_id, request, prompt_digest(request.prompt_token_ids))
         self._waiting[request_id] = send
         self._open[transfer_id] = send
         self._commands.append(
@@ -110,9 +141,15 @@ class PrefillSide:
         self, output: "SchedulerOutput", now: float
     ) -> tuple[list[Command], list[Offer]]:
         """Orders for the step that ``output`` schedules."""
+        self._step += 1
         # The offers first: if they fail, the commands go out with the next step.
+        for request_id in output.preempted_req_ids or ():
+            send = self._waiting.get(RequestId(request_id))
+            if send is not None and send.pins:
+                self._retract(send, now)
         offers = [
-            self._offer(send, output, now) for send in self._complete_after(output)
+            self._offer(send, computed, output, now)
+            for send, computed in self._computed_after(output)
         ]
         commands, self._commands = self._commands, []
         return commands, offers
@@ -124,12 +161,15 @@ class PrefillSide:
         request_id = RequestId(request.request_id)
         send = self._waiting.pop(request_id, None)
         if send is not None:
-            # It ended before its prompt was computed; nothing is pinned.
-            del self._open[send.transfer_id]
+            # It ended before its prompt was computed.
             self._commands.append(
                 Withdraw(send.transfer_id, "the prefill request was aborted")
             )
-            self._record(send, "withdrawn")
+            if send.pins:
+                send.offered_at = time.monotonic()
+            else:
+                del self._open[send.transfer_id]
+                self._record(send, "withdrawn")
             return None
         send = self._offered.pop(request_id, None)
         if send is None:
@@ -154,7 +194,7 @@ class PrefillSide:
     def closed(self, rank: int, event: SenderClosed) -> None:
         """A rank has let go of a hand-off; the last one frees its blocks."""
         send = self._open.get(event.transfer_id)
-        if send is None or send.pin is None or send.generation != event.generation:
+        if send is None or not send.pins or send.generation != event.generation:
             return
         send.closed_ranks.add(rank)
         send.tokens = max(send.tokens, event.tokens)
@@ -162,26 +202,57 @@ class PrefillSide:
         send.descriptors += event.size.descriptors
         if len(send.closed_ranks) < self._world_size:
             return
-        self._pins.release(send.pin)
+        self._release(send.pins)
         del self._open[send.transfer_id]
         self._record(send, event.reason.value, event.seconds)
 
+    def retracted(self, rank: int, event: Retracted) -> None:
+        """A rank reads no more from a preempted prompt's blocks."""
+        key = event.transfer_id, event.generation
+        retracting = self._retracting.get(key)
+        if retracting is None:
+            return
+        retracting.quiet_ranks.add(rank)
+        if len(retracting.quiet_ranks) == self._world_size:
+            self._release(retracting.pins)
+            del self._retracting[key]
+
+    def yields_soon(self, now: float) -> bool:
+        """Whether blocks of preempted prompts may be free in a step.
+
+        A prompt that was preempted in this very step has not been seen by
+        :meth:`build` yet; preempting others for its blocks would be in vain too.
+        """
+        return any(
+            send.pins and send.request.status == RequestStatus.PREEMPTED
+            for send in self._waiting.values()
+        ) or any(
+            now - retracting.since < YIELD_SECONDS
+            or self._step - retracting.since_step < YIELD_STEPS
+            for retracting in self._retracting.values()
+        )
+
     def release_due(self, now: float) -> bool:
         """Whether a release may come at any moment, so that steps are wanted."""
-        return bool(self._commands) or any(
-            send.pin is not None and now - send.offered_at < LINGER_SECONDS
-            for send in self._open.values()
+        since = (
+            *(send.offered_at for send in self._open.values() if send.pins),
+            *(retracting.since for retracting in self._retracting.values()),
         )
+        return bool(self._commands) or any(now - at < LINGER_SECONDS for at in since)
 
     def sizes(self) -> dict[str, int]:
         """Entries per table."""
         return {
             "prefill_waiting": len(self._waiting),
             "prefill_open": len(self._open),
+            "prefill_retracting": len(self._retracting),
         }
 
-    def _complete_after(self, output: "SchedulerOutput") -> list[_Send]:
-        """Hand-offs whose prompt is computed once this step has run."""
+    def _computed_after(self, output: "SchedulerOutput") -> list[tuple[_Send, int]]:
+        """Hand-offs with something to offer once this step has run.
+
+        With each goes how many tokens of its prompt are computed then.
+        """
         if not self._waiting:
             return []
         before: dict[str, int] = {
@@ -189,32 +260,61 @@ class PrefillSide:
         }
         cached = output.scheduled_cached_reqs
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        return [
-            send
-            for request_id, scheduled in output.num_scheduled_tokens.items()
-            if (send := self._waiting.get(RequestId(request_id))) is not None
-            and before[request_id] + scheduled >= send.prompt_tokens
-        ]
+        found: list[tuple[_Send, int]] = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            send = self._waiting.get(RequestId(request_id))
+            if send is None:
+                continue
+            computed = before[request_id] + scheduled
+            full_blocks = computed // self._block_size
+            if computed >= send.prompt_tokens:
+                found.append((send, send.prompt_tokens))
+            elif self._chunked and full_blocks > send.offered_blocks:
+                found.append((send, full_blocks * self._block_size))
+        return found
 
-    def _offer(self, send: _Send, output: "SchedulerOutput", now: float) -> Offer:
+    def _offer(
+        self, send: _Send, computed: int, output: "SchedulerOutput", now: float
+    ) -> Offer:
         state = output.kv_connector_block_state
         assert state is not None
         table = state.get_block_ids(send.request_id)
         assert table is not None
-        count = -(-send.prompt_tokens // self._block_size)
-        blocks = tuple(group[:count] for group in table)
-        self._generation += 1
-        send.generation = self._generation
-        send.pin = self._pins.pin(blocks, PinState.EXPOSED_FOR_SEND)
-        send.offered_at = now
-        self._offered[send.request_id] = self._waiting.pop(send.request_id)
+        first, count = send.offered_blocks, -(-computed // self._block_size)
+        blocks = tuple(group[first:count] for group in table)
+        if not send.pins:
+            self._generation += 1
+            send.generation = self._generation
+        send.pins.append(self._pins.pin(blocks, PinState.EXPOSED_FOR_SEND))
+        send.offered_blocks = count
+        missing = send.prompt_tokens - computed
+        if not missing:
+            send.offered_at = now
+            self._offered[send.request_id] = self._waiting.pop(send.request_id)
         return Offer(
             send.transfer_id,
             send.generation,
             send.prompt_tokens,
             send.digest,
             tuple(np.asarray(group, dtype=np.int32) for group in blocks),
+            first,
+            missing,
         )
+
+    def _retract(self, send: _Send, now: float) -> None:
+        """The request has lost its blocks, and will get others."""
+        self._commands.append(Retract(send.transfer_id, send.generation))
+        self._retracting[send.transfer_id, send.generation] = _Retracting(
+            send.pins, now, self._step
+        )
+        send.pins = []
+        send.offered_blocks = 0
+
+    def _release(self, pins: list[Pin]) -> None:
+        # The last ones first, so that the cache keeps the beginning of a prompt
+        # longest.
+        for pin in reversed(pins):
+            self._pins.release(pin)
 
     def _record(self, send: _Send, outcome: str, seconds: float = 0.0) -> None:
         self._records.add(

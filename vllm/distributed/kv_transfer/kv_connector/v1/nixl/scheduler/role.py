@@ -22,7 +22,13 @@ from ..commands import (
     RankReport,
 )
 from ..config import ConnectorConfig
-from ..handoff.actions import Received, ReceiveFailed, ReceiveQuiet, SenderClosed
+from ..handoff.actions import (
+    Received,
+    ReceiveFailed,
+    ReceiveQuiet,
+    Retracted,
+    SenderClosed,
+)
 from ..ids import EngineId, Mode, RequestId, TransferId
 from ..params import (
     DecodeParams,
@@ -91,6 +97,7 @@ class NixlScheduler:
         )
         self._prefill = PrefillSide(
             mode,
+            mode is Mode.PUSH and config.chunked_push,
             self._address,
             block_size,
             world_size,
@@ -286,7 +293,10 @@ class NixlScheduler:
 
     def yield_blocks(self) -> bool:
         """Whether a running request that lacks blocks should wait for a step."""
-        return self._turns is not None and self._turns.yield_some(time.monotonic())
+        now = time.monotonic()
+        return self._prefill.yields_soon(now) or (
+            self._turns is not None and self._turns.yield_some(now)
+        )
 
     def reset_cache(self) -> bool:
         """Let go of all that is kept; whether it has all gone."""
@@ -364,6 +374,8 @@ class NixlScheduler:
                         report.rank, event
                     ):
                         self._prefill.closed(report.rank, event)
+                case Retracted():
+                    self._prefill.retracted(report.rank, event)
                 case Received():
                     self._loads.received(report.rank, event)
                 case ReceiveFailed():
