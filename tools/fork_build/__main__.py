@@ -12,6 +12,7 @@ from fork_build.checkout import stray_files
 from fork_build.errors import BuildError
 from fork_build.fetch import pip_command
 from fork_build.install import install, make_environment
+from fork_build.native import remove_native
 from fork_build.overlay import remove
 from fork_build.pins import REPOSITORY
 from fork_build.prepare import Build
@@ -46,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
         case "lay":
             Build.from_environment(root, os.environ).lay()
         case "remove":
+            remove_native(root)
             print(f"removed {remove(root)} files of the base", file=sys.stderr)
         case "check-tree":
             problems = stray_files(root)

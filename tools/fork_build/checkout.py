@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fork_build.errors import BuildError
+from fork_build.native import PRODUCT
 from fork_build.overlay import edited_files, read_stamp
 from fork_build.pins import Pins
 
@@ -89,5 +90,6 @@ def _walk(root: Path, folder: Path) -> Iterator[str]:
     for path in folder.rglob("*"):
         if path.suffix in _DERIVED_SUFFIXES or _DERIVED_FOLDERS & set(path.parts):
             continue
-        if path.is_file() or path.is_symlink():
-            yield path.relative_to(root).as_posix()
+        name = path.relative_to(root)
+        if name != PRODUCT and (path.is_file() or path.is_symlink()):
+            yield name.as_posix()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fork_build.errors import BuildError
+from fork_build.native import is_current, problem_of
 from fork_build.pins import PIN_FILE
 from fork_build.prepare import TORCH_HINT, Build
 
@@ -39,12 +40,15 @@ def install(build: Build, environment: Path, extras: Iterable[str]) -> bool:
     wanted_extras = set(extras)
     inputs = _inputs(build)
     if present := _installed_extras(state_file, inputs):
-        if wanted_extras <= present:
+        if wanted_extras <= present and is_current(build.root):
             return laid
         wanted_extras |= present
     state_file.unlink(missing_ok=True)
     requirement = f"{build.root}[{','.join(sorted(wanted_extras))}]"
     run_pip([str(python), "-m", "pip"], ["install", "--editable", requirement])
+    # pip shows nothing that a build says which succeeds.
+    if problem := problem_of(build.root):
+        print(problem, file=sys.stderr)
     state_file.write_text(
         json.dumps({"inputs": inputs, "extras": sorted(wanted_extras)}),
         encoding="utf-8",

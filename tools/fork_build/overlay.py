@@ -100,7 +100,7 @@ def lay(root: Path, pins: Pins, wheel: WheelPin, archive: Path) -> bool:
     Raises:
         BuildError: files of the base were edited in place, or it cannot be unpacked.
     """
-    with _exclusive(root):
+    with exclusive(root):
         return _lay(root, pins, wheel, archive)
 
 
@@ -246,7 +246,7 @@ def _remove_files(root: Path, names: Iterable[str]) -> None:
 
 
 @contextmanager
-def _exclusive(root: Path) -> Iterator[None]:
+def exclusive(root: Path) -> Iterator[None]:
     """Let one process at a time change the tree."""
     path = root / STATE_FOLDER / "lock"
     try:

@@ -13,12 +13,13 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 from fork_build.checkout import distribution_files, own_files
+from fork_build.native import compile_native, lay_native
 from fork_build.overlay import unpack_for_wheel
 from fork_build.prepare import Build
 
 
 class BinaryDistribution(Distribution):
-    """A distribution with compiled files, though none is compiled here."""
+    """A distribution with compiled files: the base's, and ours where it can be made."""
 
     def has_ext_modules(self) -> bool:
         """Make wheels platform-specific."""
@@ -34,6 +35,7 @@ class BuildPython(build_py):
         """Editable: lay the tree. Otherwise fill the build folder without it."""
         if self.editable_mode:
             self.build.lay()
+            lay_native(self.build.root)
             return
         library = Path(self.build_lib)
         shutil.rmtree(library, ignore_errors=True)
@@ -43,6 +45,7 @@ class BuildPython(build_py):
             target = library / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(self.build.root / name, target)
+        compile_native(self.build.root, library, library.parent)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Files in the build folder."""

@@ -8,12 +8,11 @@ only for prompts whose KV depends on nothing else.
 """
 
 import hashlib
-from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..digests import token_digest, token_digests
 from ..ids import TransferId
 from ..wire import DIGEST_BYTES, Kept
 
@@ -48,8 +47,8 @@ class ContentIndex:
             block_size=self._block_size,
             hashing=self.hashing,
             hash_digests=self._hash_digests(request, full),
-            token_digests=_token_digests(tokens, self._block_size),
-            tail=_digest(tokens[full * self._block_size :]),
+            token_digests=token_digests(tokens, self._block_size, DIGEST_BYTES),
+            tail=token_digest(tokens[full * self._block_size :], DIGEST_BYTES),
         )
 
     def shared_tokens(self, request: "Request", kept: Kept) -> int:
@@ -72,7 +71,9 @@ class ContentIndex:
         ):
             blocks = _equal(kept.hash_digests, hashes)
         elif plain and len(kept.token_digests) == _length(full):
-            blocks = _equal(kept.token_digests, _token_digests(prompt, size))
+            blocks = _equal(
+                kept.token_digests, token_digests(prompt, size, DIGEST_BYTES)
+            )
         else:
             return 0
         tail = prompt[full * size : kept.num_tokens]
@@ -81,7 +82,7 @@ class ContentIndex:
             and blocks == full
             and kept.tail
             and len(prompt) >= kept.num_tokens
-            and _digest(tail) == kept.tail
+            and token_digest(tail, DIGEST_BYTES) == kept.tail
         ):
             return kept.num_tokens
         return blocks * size
@@ -115,24 +116,6 @@ def _is_plain(request: "Request") -> bool:
         and request.prompt_embeds is None
         and bool(request.prompt_token_ids)
     )
-
-
-def _token_digests(tokens: Sequence[int], block_size: int) -> bytes:
-    """One digest per full block, each of all tokens up to that block's end."""
-    running = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digests: list[bytes] = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        running.update(array("q", tokens[start : start + block_size]).tobytes())
-        digests.append(running.copy().digest())
-    return b"".join(digests)
-
-
-def _digest(tokens: Sequence[int]) -> bytes:
-    if not tokens:
-        return b""
-    return hashlib.blake2b(
-        array("q", tokens).tobytes(), digest_size=DIGEST_BYTES
-    ).digest()
 
 
 def _length(blocks: int) -> int:
