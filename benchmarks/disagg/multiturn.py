@@ -39,9 +39,10 @@ sys.path.extend(
     )
 )
 
+from bench_requests import TurnError, new_session
 from handoff_engines import engines_lock
 from multiturn_engines import BENCH_SPEC, BLOCK_SIZE, engine_config, local_fleet
-from multiturn_legs import Address, Endpoint, Mode, TurnError, new_session
+from multiturn_legs import Address, Endpoint, Mode
 from multiturn_plot import plot, table
 from multiturn_records import Run, write_json
 from multiturn_run import Fleet, run_setting

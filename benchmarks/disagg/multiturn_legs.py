@@ -4,25 +4,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import aiohttp
 
+from bench_requests import (
+    COMPLETIONS,
+    Answer,
+    Body,
+    TurnError,
+    completion,
+    post,
+    read_stream,
+    shortened,
+    streamed,
+)
+
 Mode = Literal["push", "pull"]
 Address = tuple[str, int]
-Body = dict[str, Any]
-
-COMPLETIONS = "/v1/completions"
-_SHOWN_CHARACTERS = 500
-
-
-class TurnError(RuntimeError):
-    """A turn did not end in a whole answer; the text holds the reply."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,6 @@ class Endpoint:
     side_channel: Address | None = None
     tp_size: int = 1
     pp_size: int = 1
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A streamed answer; times are in seconds since the turn was sent."""
-
-    tokens: tuple[int, ...]
-    ttft: float
-    total: float
 
 
 @dataclass(frozen=True)
@@ -113,13 +107,13 @@ class DirectLegs:
         """See :class:`Legs`."""
         transfer_id, previous = uuid.uuid4().hex, self._previous
         first = {
-            **_completion(self._model, prompt, 1),
+            **completion(self._model, prompt, 1),
             "kv_transfer_params": self._prefill_params(transfer_id, previous),
         }
         keeping: Body = {"retain": self._reuse and not last}
         if previous is not None:
             keeping["release_transfer_id"] = previous
-        second = _streamed(_completion(self._model, prompt, tokens))
+        second = streamed(completion(self._model, prompt, tokens))
         started = time.monotonic()
         if self._mode == "push":
             second["kv_transfer_params"] = {
@@ -224,7 +218,7 @@ class RoutedLegs:
 
     async def serve(self, prompt: Sequence[int], tokens: int, *, last: bool) -> Served:
         """See :class:`Legs`."""
-        body = _streamed(_completion(self._model, prompt, tokens))
+        body = streamed(completion(self._model, prompt, tokens))
         if self._conversation is not None:
             body["conversation_id"] = self._conversation
         started = time.monotonic()
@@ -239,103 +233,12 @@ class RoutedLegs:
             if response.status != 200:
                 raise TurnError(
                     f"DELETE {url} answered {response.status}: "
-                    f"{_shortened(await response.text())}; --router-url must be that "
+                    f"{shortened(await response.text())}; --router-url must be that "
                     "of the multi-turn router"
                 )
-
-
-def new_session(timeout: float) -> aiohttp.ClientSession:
-    """A session whose every request ends within ``timeout`` seconds."""
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout),
-        # Engines close idle connections; a new one for each request meets no race.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        # A stream's first event repeats the prompt, on one line.
-        read_bufsize=1 << 23,
-    )
-
-
-async def post(session: aiohttp.ClientSession, url: str, body: Body) -> Body:
-    """Send a request and read its JSON.
-
-    Raises:
-        TurnError: another status than 200, no JSON object, or no answer in time.
-    """
-    try:
-        async with session.post(url, json=body) as response:
-            text = await response.text()
-            if response.status != 200:
-                raise TurnError(f"{url} answered {response.status}: {_shortened(text)}")
-            reply = json.loads(text)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise TurnError(f"{url} gave no answer: {error!r}") from error
-    if not isinstance(reply, dict):
-        raise TurnError(f"{url} answered no object: {_shortened(text)}")
-    return reply
-
-
-async def read_stream(
-    session: aiohttp.ClientSession, url: str, body: Body, started: float
-) -> Answer:
-    """Send a streaming request and read its tokens.
-
-    ``started`` is the monotonic time at which the turn began.
-
-    Raises:
-        TurnError: as :func:`post`, an error event, or fewer tokens than asked for.
-    """
-    tokens: list[int] = []
-    ttft = 0.0
-    at = url + COMPLETIONS
-    try:
-        async with session.post(at, json=body) as response:
-            if response.status != 200:
-                text = await response.text()
-                raise TurnError(f"{at} answered {response.status}: {_shortened(text)}")
-            async for event in _events(response):
-                if "error" in event:
-                    raise TurnError(f"{at} ended a stream with {event['error']}")
-                for choice in event.get("choices", ()):
-                    found = choice.get("token_ids") or ()
-                    if found and not tokens:
-                        ttft = time.monotonic() - started
-                    tokens += found
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise TurnError(f"{at} broke off: {error!r}") from error
-    if len(tokens) != body["max_tokens"]:
-        raise TurnError(
-            f"{at} streamed {len(tokens)} token ids, expected {body['max_tokens']}"
-        )
-    return Answer(tuple(tokens), ttft, time.monotonic() - started)
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
-    async for raw in response.content:
-        field, _, value = raw.decode().rstrip("\r\n").partition(":")
-        data = value.removeprefix(" ")
-        if field == "data" and data != "[DONE]":
-            yield json.loads(data)
-
-
-def _completion(model: str, prompt: Sequence[int], tokens: int) -> Body:
-    return {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-
-
-def _streamed(body: Body) -> Body:
-    return {**body, "stream": True, "return_token_ids": True}
 
 
 def _side_channel(endpoint: Endpoint) -> Address:
     if endpoint.side_channel is None:
         raise TurnError(f"the side channel of {endpoint.url} is not known")
     return endpoint.side_channel
-
-
-def _shortened(text: str) -> str:
-    return text[:_SHOWN_CHARACTERS]

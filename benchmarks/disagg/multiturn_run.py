@@ -14,17 +14,8 @@ from typing import Any
 import aiohttp
 
 import kv_integrity
-from multiturn_legs import (
-    COMPLETIONS,
-    DirectLegs,
-    Endpoint,
-    Legs,
-    Mode,
-    RoutedLegs,
-    Served,
-    TurnError,
-    post,
-)
+from bench_requests import COMPLETIONS, TurnError, post
+from multiturn_legs import DirectLegs, Endpoint, Legs, Mode, RoutedLegs, Served
 from multiturn_records import Run, Turn
 from multiturn_traffic import Conversation, Setting, Traffic, conversations
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token

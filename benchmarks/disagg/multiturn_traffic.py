@@ -7,6 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 MAX_TURNS_PER_RUN = 500
 """An engine tells of its latest 1024 hand-offs; a turn makes up to two."""
@@ -139,7 +142,7 @@ def settings(
     ]
 
 
-def in_turn(choices: Sequence[Setting], repetition: int) -> list[Setting]:
+def in_turn(choices: Sequence[_T], repetition: int) -> list[_T]:
     """The order of one repetition, counted from 0.
 
     Every setting comes first, last and after each other one in some repetition, so

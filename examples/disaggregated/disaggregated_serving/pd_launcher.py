@@ -61,7 +61,7 @@ class EngineConfig:
     """Settings of one engine; sizes are in tokens.
 
     ``num_gpu_blocks`` limits the KV cache to so many blocks. ``environment``
-    wins over the process's own.
+    wins over the process's own. ``python`` is the interpreter whose ``vllm`` serves.
     """
 
     model: str
@@ -77,6 +77,7 @@ class EngineConfig:
     transfer_config: Mapping[str, Any] | None = None
     extra_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments of ``vllm serve``."""
@@ -150,7 +151,7 @@ class Engine(ServerProcess):
         environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
         environment.update(config.environment)
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
+        command = [config.python, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
         command += config.arguments()
         command += ["--host", LOOPBACK, "--port", str(port)]
         super().__init__(

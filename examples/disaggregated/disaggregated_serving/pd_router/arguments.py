@@ -4,6 +4,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from .config import (
     Address,
@@ -44,6 +45,21 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
         )
     if mode is Mode.PUSH:
         _add_push_flags(parser)
+    else:
+        add(
+            "--decode-choice",
+            choices=["late", "early"],
+            default="late",
+            help="choose decode after prefill, or before it as push must, to compare "
+            "the two; %(default)s",
+        )
+    add(
+        "--choice-log",
+        type=Path,
+        metavar="FILE",
+        help="append a JSON line for each hand-off: decode's load when the request "
+        "came and when prefill had ended, and which engine was chosen",
+    )
     _add_report_flags(parser, mode)
     for name, value, text in (
         ("connect", default.connect, "opening a connection to an engine"),
@@ -172,6 +188,8 @@ def _config(
         keep_tool_choice=args.keep_tool_choice,
         log_level=args.log_level,
         conversations=conversations,
+        choose_early=mode is Mode.PULL and args.decode_choice == "early",
+        choice_log=args.choice_log,
     )
 
 

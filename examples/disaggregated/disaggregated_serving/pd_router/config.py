@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 DEFAULT_SIDE_CHANNEL_PORT = 5600
 
@@ -126,7 +127,9 @@ class ConversationSettings:
 class RouterConfig:
     """All settings of one router process.
 
-    Without ``conversations`` every request is served on its own.
+    Without ``conversations`` every request is served on its own. ``choose_early``
+    has pull choose the decode engine before prefill, as push must. Choices of decode
+    engines are noted in the file ``choice_log``.
     """
 
     mode: Mode
@@ -144,6 +147,8 @@ class RouterConfig:
     keep_tool_choice: bool = False
     log_level: str = "info"
     conversations: ConversationSettings | None = None
+    choose_early: bool = False
+    choice_log: Path | None = None
 
 
 def check_workers(workers: Sequence[WorkerSpec], *, need_both: bool) -> None:

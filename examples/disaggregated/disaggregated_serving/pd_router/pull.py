@@ -15,7 +15,10 @@ _TRANSIENT = frozenset({502, 503, 504})
 
 
 class PullDispatcher(Dispatcher):
-    """Runs prefill to its end and only then chooses where to decode."""
+    """Runs prefill to its end and only then chooses where to decode.
+
+    Unless told to choose early, which makes the two choices comparable.
+    """
 
     def retryable(self, error: HandoffError) -> bool:
         """A prefill leg that was refused or lost for a passing reason."""
@@ -31,6 +34,9 @@ class PullDispatcher(Dispatcher):
         if not legs.workers.healthy(Role.DECODE):
             # Prefilling for nobody would only pin the prefill engine's cache.
             raise legs.none_left(attempt, Role.DECODE)
+        sink = None
+        if legs.config.choose_early:
+            sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
         with legs.acquire(attempt, Role.PREFILL, excluded) as source:
             logger.info("%s dispatched", attempt)
             reply = await legs.prefill(attempt, source)
@@ -45,7 +51,8 @@ class PullDispatcher(Dispatcher):
             )
         else:
             params = pull_decode_params(attempt.transfer_id, attempt.call.body, params)
-        sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
+        if sink is None:
+            sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
         return await stack.enter_async_context(legs.decode(attempt, sink, params))
 
 

@@ -9,10 +9,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from .choices import ChoiceLog
 from .config import Mode, Role, RouterConfig
 from .conversation_api import take_key
 from .conversation_metrics import ConversationCollector
-from .dispatch import Call, Dispatcher, Legs, LocalDispatcher
+from .dispatch import Call, Dispatcher, Legs, LocalDispatcher, Planner
 from .errors import (
     BackendRejection,
     Cause,
@@ -79,9 +80,12 @@ class Router:
         legs = Legs(
             config, self.workers, self._backend, self.metrics, self._side_channels
         )
-        self._dispatcher = DISPATCHERS[config.mode](
-            legs, self.multiturn.plan if self.multiturn else None
-        )
+        planner: Planner | None = self.multiturn.plan if self.multiturn else None
+        self._choices: ChoiceLog | None = None
+        if config.choice_log is not None:
+            self._choices = ChoiceLog(config.choice_log, config.mode, self.workers)
+            planner = self._choices.planner(planner)
+        self._dispatcher = DISPATCHERS[config.mode](legs, planner)
         self._local = LocalDispatcher(legs)
         self._monitor: asyncio.Task[None] | None = None
 
@@ -100,6 +104,8 @@ class Router:
         if self.multiturn:
             await self.multiturn.stop()
         self._side_channels.close()
+        if self._choices:
+            self._choices.close()
 
     def respond(
         self, path: str, raw: bytes, headers: Mapping[str, str]

@@ -148,7 +148,7 @@ class Registry:
     """All workers; choosing one and counting it in are one step."""
 
     def __init__(self, scorer: Scorer | None = None) -> None:
-        self._scorer: Scorer = scorer or OutstandingRequests()
+        self.scorer: Scorer = scorer or OutstandingRequests()
         self._workers: dict[tuple[Role, Address], Worker] = {}
         self._clock = count(1)
 
@@ -200,8 +200,8 @@ class Registry:
         best = prefer(candidates) if prefer else None
         if best is None:
             best = min(
-                candidates, key=lambda w: (self._scorer.score(w, work), w.last_picked)
+                candidates, key=lambda w: (self.scorer.score(w, work), w.last_picked)
             )
         best.picked += 1
         best.last_picked = next(self._clock)
-        return Lease(best, self._scorer.cost(work))
+        return Lease(best, self.scorer.cost(work))

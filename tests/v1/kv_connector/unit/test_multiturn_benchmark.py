@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import multiturn
-from multiturn_legs import Answer, Prefill, Served
+from bench_requests import Answer
+from multiturn_legs import Prefill, Served
 from multiturn_plot import plot, table
 from multiturn_records import Run, Turn, load_runs
 from multiturn_run import Measured, describe

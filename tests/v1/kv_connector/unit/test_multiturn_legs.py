@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from multiturn_legs import DirectLegs, Endpoint, RoutedLegs, TurnError, new_session
+from bench_requests import TurnError, new_session
+from multiturn_legs import DirectLegs, Endpoint, RoutedLegs
 from multiturn_run import reset
 
 Body = dict[str, Any]
