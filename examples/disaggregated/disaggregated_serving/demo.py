@@ -22,7 +22,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from demo_output import Moved, ProgressLine, Result, Round, print_result, table
+from demo_output import (
+    Moved,
+    ProgressLine,
+    Result,
+    Round,
+    after_prefill,
+    print_result,
+    table,
+)
 from demo_requests import demo_requests
 from pd_client import Answer, Ask, RequestError, send
 from pd_launcher import CONNECTORS, Engine, EngineConfig, Mode, Pair, pair, single
@@ -100,7 +108,8 @@ def _run(mode: str, log_dir: Path) -> int:
     print(f"\n{table([*rounds, reference])}")
     print(
         "\nEach engine computes on one thread. TTFT and TPOT are medians of the "
-        "streamed requests."
+        "streamed requests. A hand-off's time is that from the end of its prefill to "
+        "the first step of its decode."
     )
     for one in rounds:
         for text in one.leftovers:
@@ -149,7 +158,7 @@ def _handoff_round(
 
 
 class HandoffLedger:
-    """Tells what each request moved, from the hand-offs that D reports."""
+    """Tells what each request moved, from the hand-offs that P and D report."""
 
     def __init__(self, servers: Pair) -> None:
         # Takes seconds, because it imports the engine's package, which also warns
@@ -158,6 +167,7 @@ class HandoffLedger:
             import kv_integrity
 
         self._query = kv_integrity.handoffs
+        self._prefill = servers.prefill
         self._decode = servers.decode
         self._seen: set[str] = set()
         self._new_entries()
@@ -169,25 +179,46 @@ class HandoffLedger:
             DemoError: no hand-off was reported within ten seconds, or one that
                 is reported did not succeed.
         """
-        deadline = time.monotonic() + HANDOFF_TIMEOUT_S
-        while not (entries := self._new_entries()):
-            if time.monotonic() > deadline:
-                raise DemoError(
-                    f"{self._decode.name} reported no hand-off within "
-                    f"{HANDOFF_TIMEOUT_S:.0f} s of an answer: see its log"
-                )
-            time.sleep(0.05)
+        entries = self._wait(self._decode, self._new_entries)
         for entry in entries:
             if entry["outcome"] not in ("received", "not_needed"):
                 raise DemoError(
                     f"hand-off {entry['transfer_id']} ended as {entry['outcome']!r}: "
                     f"{entry.get('cause') or 'no cause given'}"
                 )
+        received = [entry for entry in entries if entry["outcome"] == "received"]
         return Moved(
             tokens=sum(entry["tokens"] for entry in entries),
             bytes=sum(entry["bytes"] for entry in entries),
             descriptors=sum(entry["descriptors"] for entry in entries),
+            seconds=max((self._seconds(entry) for entry in received), default=None),
         )
+
+    def _seconds(self, receiver: dict[str, Any]) -> float:
+        senders = self._wait(
+            self._prefill,
+            lambda: [
+                entry
+                for entry in _side_channel(self._prefill, self._query)
+                if entry["role"] == "sender"
+                and entry["transfer_id"] == receiver["transfer_id"]
+            ],
+        )
+        return after_prefill(senders[-1], receiver)
+
+    @staticmethod
+    def _wait(
+        engine: Engine, entries: Callable[[], list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + HANDOFF_TIMEOUT_S
+        while not (found := entries()):
+            if time.monotonic() > deadline:
+                raise DemoError(
+                    f"{engine.name} reported no hand-off within "
+                    f"{HANDOFF_TIMEOUT_S:.0f} s of an answer: see its log"
+                )
+            time.sleep(0.05)
+        return found
 
     def _new_entries(self) -> list[dict[str, Any]]:
         entries = [

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from pd_client import Answer, Ask
 from pd_processes import Stage
@@ -20,11 +20,16 @@ _SHOWN_CHARACTERS = 150
 
 @dataclass(frozen=True)
 class Moved:
-    """What one request moved between the engines."""
+    """What one request moved between the engines.
+
+    ``seconds`` is the time from the end of its prefill to the first step of its
+    decode, where anything was moved.
+    """
 
     tokens: int = 0
     bytes: int = 0
     descriptors: int = 0
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,16 @@ class ProgressLine:
         self._stream.flush()
 
 
+def after_prefill(sender: dict[str, Any], receiver: dict[str, Any]) -> float:
+    """Seconds from the end of prefill to the first step of decode.
+
+    Both engines run on this host, so their times of day are the same clock.
+    """
+    ended: float = sender["queued_at"] + sender["stages"]["prefill_ended"]
+    began: float = receiver["queued_at"] + receiver["stages"]["first_step"]
+    return began - ended
+
+
 def print_result(number: int, count: int, result: Result) -> None:
     """Print one request and its answer."""
     answer = result.answer
@@ -121,6 +136,7 @@ def table(rounds: Sequence[Round]) -> str:
     rows = [["", *(one.name for one in rounds)]]
     rows.append(["median TTFT", *(_median(one, "ttft") for one in rounds)])
     rows.append(["median TPOT", *(_median(one, "tpot") for one in rounds)])
+    rows.append(["median hand-off", *(_median_handoff(one) for one in rounds)])
     rows += [
         [f"{unit} moved", *(_total(one, unit) for one in rounds)]
         for unit in ("tokens", "bytes", "descriptors")
@@ -149,6 +165,8 @@ def _facts(result: Result, answer: Answer) -> list[str]:
         facts.append(f"{result.moved.tokens:,} tokens moved")
         facts.append(f"{result.moved.bytes:,} bytes")
         facts.append(f"{result.moved.descriptors:,} descriptors")
+        if result.moved.seconds is not None:
+            facts.append(f"hand-off {_milliseconds(result.moved.seconds, 1)}")
     if result.equal is not None:
         facts.append(
             "same text as the single engine" if result.equal else "DIFFERENT TEXT"
@@ -163,8 +181,17 @@ def _shortened(text: str) -> str:
     return f'"{shown}"'
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms"
+def _milliseconds(seconds: float, digits: int = 0) -> str:
+    return f"{seconds * 1000:,.{digits}f} ms"
+
+
+def _median_handoff(one: Round) -> str:
+    values = [
+        result.moved.seconds
+        for result in one.results
+        if result.moved is not None and result.moved.seconds is not None
+    ]
+    return _milliseconds(statistics.median(values), 1) if values else "-"
 
 
 def _median(one: Round, field_name: str) -> str:

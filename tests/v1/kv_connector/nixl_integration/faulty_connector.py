@@ -382,7 +382,8 @@ class FaultyWorker(NixlWorker):
 
     def end_forward(self, metadata: NixlConnectorMetadata) -> None:
         for offer in metadata.offers:
-            self._faults.log("offer", transfer=offer.transfer_id)
+            if not offer.missing_tokens:
+                self._faults.log("offer", transfer=offer.transfer_id)
         super().end_forward(metadata)
 
     def _make_loop(

@@ -42,6 +42,7 @@ BLOCK_BYTES = 2 * 4 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * BLOCK_SIZE
 MAX_BATCHED_TOKENS = 512
 # Room for three of the longest prompts at a time: the caches run full.
 NUM_BLOCKS = 320
+LAYER_GROUPS = 3
 LEASE_S = 9.0
 """Longer than the base's worker may miss a step that it was not woken for: 5 s."""
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
@@ -65,8 +66,8 @@ _BASE = EngineConfig(
 _ROLES: dict[str, Role] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def engine_config(name: str) -> EngineConfig:
-    """Return the configuration behind a name.
+def engine_config(name: str, trace: Path) -> EngineConfig:
+    """Return the configuration behind a name; ``trace`` gets its hand-offs.
 
     ``single`` is an engine without a connector. Other names are
     ``<mode>-<role>[-<variant>]``, for example ``push-prefill-noisy``.
@@ -76,7 +77,7 @@ def engine_config(name: str) -> EngineConfig:
         return replace(base, num_gpu_blocks=1000)
     mode_text, role_name, *variants = name.split("-")
     mode, role = cast(Mode, mode_text), _ROLES[role_name]
-    extra = {"kv_lease_duration": LEASE_S}
+    extra = {"kv_lease_duration": LEASE_S, "handoff_trace_file": str(trace)}
     own = transfer_config(CONNECTORS[mode], role, extra_config=extra)
     match variants:
         case []:
@@ -119,6 +120,11 @@ def _conversing(config: EngineConfig, role: Role) -> EngineConfig:
 
 
 def _multi(own: TransferConfig, role: Role) -> TransferConfig:
+    """Ours as the only child; the prefill side hands layers over in groups."""
+    if role == "kv_producer":
+        extra = own["kv_connector_extra_config"]
+        grouped = {**extra, "push_layer_groups": LAYER_GROUPS}
+        own = {**own, "kv_connector_extra_config": grouped}
     return transfer_config("MultiConnector", role, extra_config={"connectors": [own]})
 
 
@@ -140,11 +146,12 @@ class EngineRoom:
     """Runs the engines that are asked for, and no others.
 
     Args:
-        log_dir: where every server writes its log.
+        log_dir: where every server writes its log, and all engines their hand-offs.
     """
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
+        self.trace = log_dir / "handoffs.jsonl"
         self._engines: dict[str, Engine] = {}
         self._router: tuple[tuple[str, str, str], Router] | None = None
         self._starts = 0
@@ -198,7 +205,8 @@ class EngineRoom:
         stop_all([self._engines.pop(name) for name in unwanted])
         missing = [name for name in names if name not in self._engines]
         for name in missing:
-            engine = Engine(self._log_name(name), engine_config(name), self.log_dir)
+            config = engine_config(name, self.trace)
+            engine = Engine(self._log_name(name), config, self.log_dir)
             self._engines[name] = engine
             engine.start()
         if missing:

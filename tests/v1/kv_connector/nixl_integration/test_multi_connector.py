@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our connector as the child of a connector that holds several."""
+"""Our connector as the child of one that holds several, and layers in groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from handoff_client import Client, assert_clean, handoffs
-from handoff_engines import EngineRoom
+from handoff_engines import LAYER_GROUPS, EngineRoom
 from handoff_workload import Ask, References, fresh
 from pd_launcher import Mode
 
@@ -30,4 +30,9 @@ async def test_many_requests(
     assert references.problems(answers) == []
     received = [r for r in await handoffs(pair.decode) if r["outcome"] == "received"]
     assert len(received) == sum(len(ask.prompt) > 1 for ask in asks)
+    # Each step that computes a part of a prompt moves it in groups of layers.
+    sent = [r for r in await handoffs(pair.prefill) if r["outcome"] == "served"]
+    assert len(sent) == len(received)
+    for record in sent:
+        assert record["chunks"] >= LAYER_GROUPS, record
     await assert_clean(client, pair)

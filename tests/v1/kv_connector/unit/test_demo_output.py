@@ -4,14 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from demo_output import Moved, ProgressLine, Result, Round, print_result, table
+from demo_output import (
+    Moved,
+    ProgressLine,
+    Result,
+    Round,
+    after_prefill,
+    print_result,
+    table,
+)
 from demo_requests import demo_requests, harbour_log
 from pd_client import Answer, Ask
 from pd_processes import Stage
 
 ASK = Ask("completion", "hello", 3)
 ANSWER = Answer("hi there", "length", 4, 3, 0.5, ttft=0.2, tpot=0.01)
-GOOD = Result(ASK, ANSWER, moved=Moved(4, 4096, 2), equal=True)
+GOOD = Result(ASK, ANSWER, moved=Moved(4, 4096, 2, 0.0125), equal=True)
 
 
 def test_a_round_succeeds_only_if_all_is_equal_and_released() -> None:
@@ -37,6 +45,7 @@ def test_the_table_sums_and_takes_medians() -> None:
         for line in table([push, pull, alone]).splitlines()[2:]
     }
     assert rows["median TTFT"] == ["200", "ms", "200", "ms", "200", "ms"]
+    assert rows["median hand-off"] == ["12.5", "ms", "12.5", "ms", "-"]
     assert rows["tokens moved"] == ["16", "4", "-"]
     assert rows["bytes moved"] == ["16,384", "4,096", "-"]
     assert rows["descriptors moved"] == ["8", "2", "-"]
@@ -56,10 +65,24 @@ def test_a_result_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
         "4 tokens moved",
         "4,096 bytes",
         "2 descriptors",
+        "hand-off 12.5 ms",
         "same text as the single engine",
     ]
     assert "DIFFERENT TEXT" in lines[3]
     assert lines[4].endswith("FAILED: answered 503")
+
+
+def test_a_request_that_moved_nothing_has_no_hand_off_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_result(1, 1, replace(GOOD, moved=Moved()))
+    assert "hand-off" not in capsys.readouterr().out
+
+
+def test_the_hand_off_lasts_from_the_end_of_prefill_to_the_first_decode_step() -> None:
+    sender = {"queued_at": 1000.0, "stages": {"queued": 0.0, "prefill_ended": 0.5}}
+    receiver = {"queued_at": 1000.25, "stages": {"queued": 0.0, "first_step": 0.375}}
+    assert after_prefill(sender, receiver) == 0.125
 
 
 class Terminal(io.StringIO):

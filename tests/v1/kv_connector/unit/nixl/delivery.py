@@ -59,7 +59,7 @@ def to_receiver(
     """A decode rank hears something."""
     match message:
         case Accepted():
-            return receiver.accepted(peer, message.registration_id)
+            return receiver.accepted(peer, message.registration_id, now)
         case LeaseGranted():
             return receiver.granted(peer, message, now)
         case Done():

@@ -5,7 +5,9 @@ It knows what each block of memory holds and which transfers are under way, so t
 a table which gives memory back too early is caught by what is then in it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Event,
@@ -115,9 +117,14 @@ class GroundTruth:
     """The memory of all ranks, and what is under way."""
 
     def __init__(
-        self, mode: Mode, sources: tuple[AgentName, ...], sinks: tuple[AgentName, ...]
+        self,
+        mode: Mode,
+        sources: tuple[AgentName, ...],
+        sinks: tuple[AgentName, ...],
+        parts: int = 1,
     ) -> None:
         self.mode = mode
+        self.parts = parts
         self.now = 0.0
         self.sources = sources
         self.writes: list[Write] = []
@@ -129,7 +136,8 @@ class GroundTruth:
         self.prefill_free = list(range(POOL))
         self.decode_free = {name: list(range(POOL)) for name in sinks}
         self.prefill_memory: dict[tuple[AgentName, int], Content] = {}
-        self.decode_memory: dict[tuple[AgentName, int, AgentName], Content] = {}
+        # By engine, block, and the rank and the group of layers that it came from.
+        self.decode_memory: dict[tuple[AgentName, int, AgentName, int], Content] = {}
 
     def note_answer(self, owner: AgentName, action: Send) -> None:
         """A prefill rank has promised something."""
@@ -164,6 +172,7 @@ class GroundTruth:
                 write.prefill,
                 theirs,
                 self.prefill_memory.get((write.prefill, mine)),
+                [action.part],
             )
         attempt.landed.add((write.prefill, action.chunk, piece))
 
@@ -174,11 +183,13 @@ class GroundTruth:
         prefill: AgentName,
         block: int,
         content: Content,
+        parts: Iterable[int],
     ) -> None:
-        """A block of a decode engine is written."""
+        """Groups of layers of a decode engine's block are written."""
         if self.attempts[registration_id].over:
             raise Violation(f"memory of {registration_id} is written after its end")
-        self.decode_memory[decode, block, prefill] = content
+        for part in parts:
+            self.decode_memory[decode, block, prefill, part] = content
 
     def take_event(self, owner: AgentName, event: Event) -> None:
         """A table reports what it believes; that must be true.
@@ -214,9 +225,9 @@ class GroundTruth:
 
     def _check_received(self, attempt: Attempt) -> None:
         first = attempt.request.want.first_token // BLOCK
-        for source in self.sources:
+        for source, part in product(self.sources, range(self.parts)):
             for offset, block in enumerate(attempt.request.blocks[0].tolist()):
-                found = self.decode_memory.get((attempt.decode, block, source))
+                found = self.decode_memory.get((attempt.decode, block, source, part))
                 if found != (attempt.transfer_id, first + offset):
                     raise Violation(
                         f"{attempt.request.registration_id} is received with {found} "
@@ -238,8 +249,8 @@ class GroundTruth:
         if any(r.action.registration_id == registration_id for r in self.reads):
             raise Violation(f"{registration_id} ends under a READ")
         for block in attempt.request.blocks[0].tolist():
-            for source in self.sources:
-                self.decode_memory[attempt.decode, block, source] = None
+            for source, part in product(self.sources, range(self.parts)):
+                self.decode_memory[attempt.decode, block, source, part] = None
             # At the front, so that it is used again at once.
             self.decode_free[attempt.decode].insert(0, block)
 

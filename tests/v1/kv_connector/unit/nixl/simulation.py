@@ -5,7 +5,7 @@ Nothing happens by itself: each method is one thing that may happen next.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -79,6 +79,7 @@ class Simulation(GroundTruth):
         prefill_ranks: int = 1,
         decodes: int = 1,
         pieces: int = 2,
+        parts: int = 1,
         sender: type[SenderTable] = SenderTable,
         receiver: type[ReceiverTable] = ReceiverTable,
     ) -> None:
@@ -89,7 +90,7 @@ class Simulation(GroundTruth):
         self.receivers = {
             AgentName(f"D{index}"): receiver(REPEAT) for index in range(decodes)
         }
-        super().__init__(mode, tuple(self.senders), tuple(self.receivers))
+        super().__init__(mode, tuple(self.senders), tuple(self.receivers), parts)
         self.generation = 0
         self.network: list[Envelope] = []
         self.dead: set[AgentName] = set()
@@ -133,7 +134,9 @@ class Simulation(GroundTruth):
         for name, sender in self._alive(self.senders):
             for position, block in enumerate(blocks, first):
                 self.prefill_memory[name, block] = (transfer_id, position)
-            self._perform(name, sender.offer(offer, self.now))
+            for part in range(self.parts):
+                group = replace(offer, part=part, parts=self.parts)
+                self._perform(name, sender.offer(group, self.now))
         return True
 
     def offer_chunk(self, transfer_id: TransferId) -> bool:
@@ -334,6 +337,7 @@ class Simulation(GroundTruth):
                     action.peer,
                     mine,
                     self.prefill_memory.get((action.peer, theirs)),
+                    range(self.parts),
                 )
         self._perform(
             read.decode,

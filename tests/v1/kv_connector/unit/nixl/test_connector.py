@@ -174,6 +174,14 @@ def test_an_unknown_key_stops_the_start(kind: type[NixlBaseConnector]) -> None:
         _make(kind, kv_leese=1)
 
 
+def test_groups_of_layers_need_piecewise_graphs() -> None:
+    # A captured graph would skip the call between two layers.
+    grouped = {"push_layer_groups": 2}
+    assert NixlPushConnector.requires_piecewise_for_cudagraph(grouped)
+    assert not NixlPushConnector.requires_piecewise_for_cudagraph({})
+    assert not NixlPullConnector.requires_piecewise_for_cudagraph(grouped)
+
+
 def test_an_unsupported_model_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         _make(groups=2)

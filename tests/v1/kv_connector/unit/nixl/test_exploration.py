@@ -40,6 +40,7 @@ CASES: dict[str, Plan] = {
     "twice": (TWICE, {T0: 2}, Budget(cancels=1, ticks=1)),
     "twice-unannounced": (TWICE, {T0: None}, Budget(cancels=1, repeats=1)),
     "chunks": (ONE, {T0: 1}, Budget(chunks=2, cancels=1, failures=1, ticks=1)),
+    "layers": (ONE, {T0: 1}, Budget(chunks=1, preemptions=1, cancels=1)),
     "preempt": (ONE, {T0: 1}, Budget(chunks=2, preemptions=1, cancels=1)),
     "preempt-withdraw": (
         ONE,
@@ -58,6 +59,7 @@ def _explore(mode: Mode, name: str, depth: int, settle_each: int) -> None:
             mode,
             decodes=len({plan.decode for plan in planned}),
             pieces=2 if planned is ONE else 1,
+            parts=2 if name.startswith("layers") else 1,
         ),
         dict(transfers),
         list(planned),

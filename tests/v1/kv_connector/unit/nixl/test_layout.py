@@ -11,7 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
     LayoutError,
     MemoryRange,
     describe,
+    parts_of_regions,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RegionInfo
 
 BLOCKS = 6
 
@@ -90,6 +92,23 @@ def test_what_cannot_be_moved_is_named(
 def test_several_tensors_per_layer_are_refused() -> None:
     with pytest.raises(LayoutError, match="2 cache tensors"):
         describe({"l0": [torch.zeros(1), torch.zeros(1)]}, 1, {"l0": 0})
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (1, (0, 0, 0, 0, 0, 0)),
+        (2, (0, 0, 0, 0, 1, 1)),
+        (3, (0, 0, 0, 0, 1, 2)),
+        (9, (0, 0, 1, 1, 2, 3)),
+    ],
+)
+def test_layers_are_divided_in_their_order(
+    parts: int, expected: tuple[int, ...]
+) -> None:
+    names = ("a", "a", "b", "b", "c", "d")
+    regions = [RegionInfo(name, 0, 0, 1, 1, 1, 0) for name in names]
+    assert parts_of_regions(regions, parts) == expected
 
 
 def test_no_cache_is_refused() -> None:

@@ -65,6 +65,14 @@ def test_pieces_are_bounded_but_hold_a_block() -> None:
     assert [piece.bytes for piece in pieces] == [2 * PAGE] * 3
 
 
+def test_a_group_without_regions_has_nothing_to_move() -> None:
+    pages = _pages(0, 1).only([1])
+    pieces = plan(
+        pages, THERE, (*_blocks(1), *_blocks(2)), (*_blocks(3), *_blocks(4)), 999
+    )
+    assert _pairs(pieces) == [(22, 34)]
+
+
 def test_groups_have_their_own_tables() -> None:
     pieces = plan(
         _pages(0, 1), THERE, (*_blocks(1), *_blocks(2)), (*_blocks(3), *_blocks(4)), 999

@@ -64,14 +64,17 @@ class HandoffMachine(RuleBasedStateMachine):
     sender: ClassVar[type[SenderTable]] = SenderTable
     receiver: ClassVar[type[ReceiverTable]] = ReceiverTable
 
-    @initialize(ranks=st.integers(1, 2), pieces=st.integers(1, 3))
-    def begin(self, ranks: int, pieces: int) -> None:
+    @initialize(
+        ranks=st.integers(1, 2), pieces=st.integers(1, 3), parts=st.integers(1, 2)
+    )
+    def begin(self, ranks: int, pieces: int, parts: int) -> None:
         self.count = 0
         self.sim = Simulation(
             self.mode,
             prefill_ranks=ranks,
             decodes=2,
             pieces=pieces,
+            parts=parts,
             sender=self.sender,
             receiver=self.receiver,
         )

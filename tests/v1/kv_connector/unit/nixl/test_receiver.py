@@ -131,7 +131,7 @@ def test_all_sources_must_be_done() -> None:
 
 def test_a_registration_is_said_again_until_it_is_done() -> None:
     table = _asked(Mode.PUSH, P, Q)
-    table.accepted(P, R)
+    table.accepted(P, R, 1)
     assert table.tick(1 + REPEAT / 2) == []
     table.piece(Q, _done(0, 1), 2)
     (again,) = table.tick(1 + REPEAT)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side's table, for prompts that are computed chunk by chunk."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -210,6 +212,53 @@ def test_a_lost_receiver_gets_no_more_chunks(table: SenderTable) -> None:
     (closed,) = _events(table.offer(_offer(2, 4), 4))
     assert isinstance(closed, SenderClosed)
     assert (closed.reason, closed.tokens) == (CloseReason.RELEASED, 0)
+
+
+# ---- layers
+
+
+def _part(part: int, first: int = 0, last: int = 4) -> Offer:
+    return replace(_offer(first, last), part=part, parts=2)
+
+
+def _parts(actions: list[Action]) -> list[tuple[int, int, bool]]:
+    return [
+        (action.part, action.chunk, action.last)
+        for action in actions
+        if isinstance(action, StartWrite)
+    ]
+
+
+def test_groups_of_layers_are_written_as_they_are_computed(table: SenderTable) -> None:
+    table.register(D, _register(), 0)
+    assert _parts(table.offer(_part(0, 0, 2), 1)) == [(0, 0, False)]
+    assert _moves(table.offer(_part(1, 0, 2), 1)) == [(1, False, [10, 11], [20, 21])]
+    assert _moves(table.offer(_part(0, 2, 4), 2)) == [(2, False, [12, 13], [22, 23])]
+    for chunk in range(3):
+        assert _written(table, chunk) == []
+    assert _parts(table.offer(_part(1, 2, 4), 3)) == [(1, 3, True)]
+    (closed,) = _events(_written(table, 3))
+    assert isinstance(closed, SenderClosed)
+    assert closed.tokens == PROMPT
+
+
+def test_who_comes_between_two_groups_gets_what_is_there(table: SenderTable) -> None:
+    table.offer(_part(0), 0)
+    assert _parts(table.register(D, _register(), 1)) == [(0, 0, False)]
+    assert _parts(table.offer(_part(1), 2)) == [(1, 1, True)]
+
+
+def test_who_comes_after_all_groups_gets_them_all(table: SenderTable) -> None:
+    table.offer(_part(0), 0)
+    table.offer(_part(1), 0)
+    assert _parts(table.register(D, _register(), 1)) == [(0, 0, False), (1, 1, True)]
+
+
+def test_a_reader_waits_for_all_groups(table: SenderTable) -> None:
+    table.offer(_part(0), 0)
+    want = Want(PROMPT, 0, PROMPT, b"digest")
+    assert _sent(table.lease_request(D, LeaseRequest(T, R, want), 1)) == [Accepted(R)]
+    assert len(_sent(table.offer(_part(1), 2))) == 1
 
 
 # ---- preemption

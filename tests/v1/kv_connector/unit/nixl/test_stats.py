@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlKVConnectorStats,
     StatsCollector,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.timeline import Role
 
 
 def _some() -> NixlKVConnectorStats:
@@ -28,6 +29,9 @@ def _some() -> NixlKVConnectorStats:
     stats.failure(names.EXPIRED)
     stats.receive_failed(FailureKind.TIMEOUT)
     stats.held(names.QUARANTINED, 7)
+    stats.held(names.QUEUED_TRANSFERS, 3)
+    stats.handoff(Role.SENDER, {"queue": 0.5, "prefill": 2.0})
+    stats.handoff(Role.RECEIVER, {"queue": 0.25})
     return stats
 
 
@@ -119,6 +123,13 @@ def test_metrics_have_the_bases_names(metrics: NixlPromMetrics) -> None:
     assert value("num_failed_handoffs_total", kind="timeout") == 2
     assert value("num_failed_handoffs_total", kind="refused") == 0
     assert value("quarantined_blocks") == 7
+    assert value("transfer_queue_depth") == 3
+    assert value("handoff_queue_seconds_count", role="sender") == 2
+    assert value("handoff_queue_seconds_sum", role="sender") == 1.0
+    assert value("handoff_queue_seconds_sum", role="receiver") == 0.5
+    assert value("handoff_prefill_seconds_sum", role="sender") == 4.0
+    # No empty series of roles that this engine does not have.
+    assert value("handoff_queue_seconds_count", role="reader") is None
 
 
 @pytest.mark.usefixtures("metrics")
@@ -131,3 +142,33 @@ def test_stats_of_an_older_shape_are_observed(metrics: NixlPromMetrics) -> None:
     metrics.observe({names.TRANSFER_SECONDS: [0.1]})
     sample = REGISTRY.get_sample_value("vllm:nixl_xfer_time_seconds_count", LABELS)
     assert sample == 1
+
+
+def test_stats_of_an_older_shape_are_summed_up() -> None:
+    summary = NixlKVConnectorStats({names.TRANSFER_SECONDS: [0.1]}).reduce()
+    assert summary["Num successful transfers"] == 1
+    assert summary["Avg xfer time (ms)"] == 100
+
+
+HANDOFF = names.HANDOFF_SECONDS[Role.SENDER, "queue"]
+
+
+@pytest.mark.parametrize(
+    ("data", "engine"),
+    [
+        ({HANDOFF: ["soon"]}, 0),
+        ({HANDOFF: [None]}, 0),
+        ({HANDOFF: 1.0}, 0),
+        ({names.QUARANTINED: None, names.QUEUED_TRANSFERS: ["many"]}, 0),
+        ({HANDOFF: [1.0]}, 7),
+        (None, 0),
+    ],
+)
+def test_no_statistics_end_the_loop_that_delivers_answers(
+    metrics: NixlPromMetrics, data: Any, engine: int
+) -> None:
+    metrics.observe(data, engine)
+    metrics.observe({HANDOFF: [1.0], "of a later version": [1.0]})
+    labels = {**LABELS, "role": "sender"}
+    count = REGISTRY.get_sample_value("vllm:nixl_handoff_queue_seconds_count", labels)
+    assert count == 1

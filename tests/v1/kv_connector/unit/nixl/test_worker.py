@@ -5,8 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_thread import (
     TransferThread,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import role
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import fence, role
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.role import NixlWorker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -108,7 +109,9 @@ class WatchedWorker(NixlWorker):
 class Engine:
     """A worker with its cache and side channel; this is its forward thread."""
 
-    def __init__(self, name: str, mode: Mode) -> None:
+    def __init__(
+        self, name: str, mode: Mode, settings: ConnectorConfig = CONFIG
+    ) -> None:
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
         )
@@ -128,7 +131,7 @@ class Engine:
             layer: torch.zeros(NUM_BLOCKS, PAGE_BYTES, dtype=torch.uint8)
             for layer in layers
         }
-        self.worker = WatchedWorker(config, cache, EngineId(name), CONFIG, mode)
+        self.worker = WatchedWorker(config, cache, EngineId(name), settings, mode)
         self.worker.register_kv_caches(self.caches)
         self.address = free_address()
         described = self.worker.handshake_metadata().rank_info
@@ -138,7 +141,7 @@ class Engine:
 
     @property
     def thread(self) -> TransferThread:
-        assert self.worker._thread is not None
+        assert isinstance(self.worker._thread, TransferThread)
         return self.worker._thread
 
     @property
@@ -281,6 +284,67 @@ def test_kv_is_offered_in_the_step_that_computes_it_and_not_before(pair: Pair) -
     pair.p.worker.end_forward(pair.p._step)
     pair.until(lambda: pair.d.has(Received), pair.d)
     assert pair.d.filled(THERE, 42)
+
+
+def test_a_group_of_layers_moves_while_the_step_computes_the_rest(push: Pair) -> None:
+    grouped = replace(CONFIG, push_layer_groups=LAYERS)
+    source = Engine("grouped", Mode.PUSH, grouped)
+    source.fill(42)
+    wanted = Receive(request(T, THERE, Mode.PUSH), source.address)
+    push.d.step(wanted)
+    push.until(lambda: source.tables.get("sender_claims") == 1, push.d, source)
+
+    first, *_, last = source.caches
+    source.begin(Expect(T, 1, ()), offers=push.given)
+    source.worker.layer_computed(first)
+
+    def has_come(layer: str) -> bool:
+        return bool((push.d.caches[layer][THERE] == 42).all())
+
+    push.until(lambda: has_come(first), push.d)
+    assert not has_come(last)
+    assert not push.d.has(Received)
+    source.end()
+    push.until(
+        lambda: push.d.has(Received) and source.has(SenderClosed), push.d, source
+    )
+    assert push.d.filled(THERE, 42)
+    source.close()
+
+
+class _StreamEvent:
+    """An event on a stream that the test moves on."""
+
+    recorded: ClassVar[list["_StreamEvent"]] = []
+
+    def __init__(self, device: str) -> None:
+        assert device == "cuda"
+        self.passed = False
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_kv_moves_when_the_event_behind_its_computation_has_passed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(torch, "Event", _StreamEvent)
+    monkeypatch.setattr(_StreamEvent, "recorded", [])
+    pair.d.step(pair.wanted)
+    pair.p.step(Expect(T, 1, ()), offers=pair.given)
+    (event,) = _StreamEvent.recorded
+
+    end = time.monotonic() + 0.3
+    pair.until(lambda: time.monotonic() > end)
+    assert pair.p.tables["pending_offers"] == 1
+    assert pair.d.filled(THERE, 0)
+
+    event.passed = True
+    pair.finish()
 
 
 def test_what_happens_in_a_step_is_told_with_that_step(push: Pair) -> None:

@@ -92,8 +92,13 @@ class ConnectorConfig:
             registered for.
         peer_timeout: silence after which a peer that owes an answer counts as lost.
         handshake_timeout: bound on one exchange over the side channel.
+        transfer_thread: run transfers on a thread of their own. Without it they hold
+            the forward thread up, and an idle engine answers no peer: for measuring.
         chunked_push: write each chunk of a chunked prefill in the step that computes
             it; otherwise the whole prompt when it is computed.
+        push_layer_groups: groups of layers in which the KV of a step is written while
+            the step computes the rest; 1 writes it at the step's end. More than 1
+            needs piecewise CUDA graphs.
         max_transfer_bytes: largest single NIXL transfer; longer ones are split so
             that a blocking post cannot hold up liveness answers.
         enforce_handshake_compat: refuse a peer of another model, version or backend.
@@ -111,15 +116,19 @@ class ConnectorConfig:
         allowed_peers: hosts and networks that a decode engine may be told to
             contact by a request; empty allows all.
         engine_ttl: idle time after which the state of a peer engine is dropped.
+        handoff_trace_file: file to which each finished hand-off appends a line of
+            JSON with its timeline.
     """
 
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int | None = None
+    transfer_thread: bool = True
     kv_lease_duration: float = 30.0
     push_registration_timeout: float = 480.0
     peer_timeout: float = 10.0
     handshake_timeout: float = 5.0
     chunked_push: bool = True
+    push_layer_groups: int = 1
     max_transfer_bytes: int = 64 << 20
     enforce_handshake_compat: bool = True
     kv_recompute_threshold: int = 64
@@ -131,6 +140,7 @@ class ConnectorConfig:
     side_channel_token_file: str | None = None
     allowed_peers: tuple[str, ...] = ()
     engine_ttl: float = 3600.0
+    handoff_trace_file: str | None = None
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "ConnectorConfig":
@@ -156,11 +166,13 @@ class ConnectorConfig:
 _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "backends": _names,
     "num_threads": _count(0),
+    "transfer_thread": _flag,
     "kv_lease_duration": _seconds,
     "push_registration_timeout": _seconds,
     "peer_timeout": _seconds,
     "handshake_timeout": _seconds,
     "chunked_push": _flag,
+    "push_layer_groups": _count(1),
     "max_transfer_bytes": _count(1),
     "enforce_handshake_compat": _flag,
     "kv_recompute_threshold": _count(0),
@@ -172,6 +184,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "side_channel_token_file": _path,
     "allowed_peers": _hosts,
     "engine_ttl": _seconds,
+    "handoff_trace_file": _path,
 }
 
 assert set(_PARSERS) == {field.name for field in fields(ConnectorConfig)}

@@ -88,7 +88,7 @@ class NixlBaseConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         config = ConnectorConfig.parse(transfer_config.kv_connector_extra_config)
-        check_supported(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, config)
         engine_id = EngineId(transfer_config.engine_id)
         self._scheduler_role: NixlScheduler | None = None
         self._worker_role: NixlWorker | None = None
@@ -110,6 +110,12 @@ class NixlBaseConnector(KVConnectorBase_V1):
         if model_config is None or model_config.use_mla:
             return None
         return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers are handed over in groups, from within a forward pass."""
+        config = ConnectorConfig.parse(extra_config)
+        return cls.mode is Mode.PUSH and config.push_layer_groups > 1
 
     @classmethod
     def build_kv_connector_stats(
@@ -236,7 +242,8 @@ class NixlBaseConnector(KVConnectorBase_V1):
         attn_metadata: Any,
         **kwargs: Any,
     ) -> None:
-        """Nothing: KV is handed over once per step."""
+        """A layer is computed, which matters if layers are handed over in groups."""
+        self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Hand over what this step has computed."""

@@ -78,6 +78,21 @@ def describe(
     return CacheLayout(tuple(regions), _merge(extents))
 
 
+def parts_of_regions(regions: Sequence[RegionInfo], parts: int) -> tuple[int, ...]:
+    """Which of ``parts`` parts each region is in, counted from 0.
+
+    Layers are divided in their order, as evenly as it goes; there are not more parts
+    than layers.
+    """
+    layers = {layer: index for index, layer in enumerate(_distinct(regions))}
+    parts = min(parts, len(layers))
+    return tuple(layers[r.layer] * parts // len(layers) for r in regions)
+
+
+def _distinct(regions: Sequence[RegionInfo]) -> dict[str, None]:
+    return dict.fromkeys(region.layer for region in regions)
+
+
 def _region(layer: str, cache: torch.Tensor, num_blocks: int, group: int) -> RegionInfo:
     kernel_blocks = cache.shape[0]
     if num_blocks < 1 or kernel_blocks % num_blocks:

@@ -11,6 +11,7 @@ from .config import ConnectorConfig
 from .connections import Connections
 from .handoff.actions import StartRead, StartWrite
 from .ids import AgentName
+from .layout import parts_of_regions
 from .plan import Pages, Piece, PlanError, plan
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
@@ -33,7 +34,9 @@ class Movement:
         self._max_bytes = config.max_transfer_bytes
         self._connections = connections
         self._stats = stats
+        self._regions = local.regions
         self._pages = Pages.of(local.regions)
+        self._pages_of_part: dict[tuple[int, int], Pages] = {}
         self._prepared = agent.prepare(local.regions, local.mem_type, None)
         self._pool = TransferPool(agent)
 
@@ -55,11 +58,12 @@ class Movement:
             )
             return encode(Packet(PROTOCOL_VERSION, None, body))
 
-        return self._start("WRITE", action, action.chunk, done)
+        pages = self._part(action.part, action.parts)
+        return self._start("WRITE", action, action.chunk, pages, done)
 
     def read(self, action: StartRead) -> str | None:
         """Queue a READ; returns why it cannot be, if so."""
-        return self._start("READ", action, 0, lambda *_: b"")
+        return self._start("READ", action, 0, self._pages, lambda *_: b"")
 
     def advance(self) -> Iterator[TransferEnded]:
         """See :meth:`TransferPool.advance`; what has ended is counted."""
@@ -79,11 +83,22 @@ class Movement:
         """See :meth:`TransferPool.uses`."""
         return self._pool.uses(peer)
 
+    def _part(self, part: int, parts: int) -> Pages:
+        if parts == 1:
+            return self._pages
+        key = part, parts
+        if key not in self._pages_of_part:
+            found = parts_of_regions(self._regions, parts)
+            chosen = {i for i, of in enumerate(found) if of == part}
+            self._pages_of_part[key] = self._pages.only(chosen)
+        return self._pages_of_part[key]
+
     def _start(
         self,
         operation: str,
         action: StartWrite | StartRead,
         chunk: int,
+        pages: Pages,
         notification: Callable[[int, int, Piece], bytes],
     ) -> str | None:
         name = action.peer
@@ -93,7 +108,7 @@ class Movement:
         try:
             prepared = self._connections.prepared(name)
             pieces = plan(
-                self._pages,
+                pages,
                 peer.info.regions[0].num_blocks,
                 action.local_blocks,
                 action.remote_blocks,

@@ -31,10 +31,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class PendingOffer:
-    """KV whose computation was launched, with the fence that tells its end."""
+    """KV whose computation was launched, with the fence that tells its end.
+
+    ``launched_at`` is the end of that forward pass on the host, in seconds.
+    """
 
     offer: Offer
     fence: Fence
+    launched_at: float | None = None
 
 
 Order: TypeAlias = Command | PendingOffer

@@ -10,11 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
+from vllm.logger import init_logger
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from . import stats as names
 from .config import ConnectorConfig
 from .handoff.actions import FailureKind
+from .prom_handoff import HandoffHistograms
+
+logger = init_logger(__name__)
 
 
 class NixlPromMetrics(KVConnectorPromMetrics):
@@ -119,7 +123,15 @@ class NixlPromMetrics(KVConnectorPromMetrics):
                 "vllm:nixl_retained_blocks",
                 "References on KV cache blocks that are kept for later turns.",
             ),
+            names.QUEUED_TRANSFERS: self._gauge(
+                "vllm:nixl_transfer_queue_depth",
+                "NIXL KV cache transfers that have not ended: those under way, those "
+                "not posted yet, and KV whose computation is awaited before a post.",
+            ),
         }
+        self._handoffs = HandoffHistograms(
+            self._histogram_cls, labelnames, per_engine_labelvalues
+        )
         self._tell_backends(vllm_config.kv_transfer_config)
         self._failed_handoffs = {
             (engine, kind): failed.labels(*labels, kind.value)
@@ -128,7 +140,16 @@ class NixlPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval's observations for an engine."""
+        """Record one interval's observations for an engine.
+
+        The caller is the loop that delivers every answer, and an exception ends it.
+        """
+        try:
+            self._observe(transfer_stats_data, engine_idx)
+        except Exception:
+            logger.exception("Statistics of engine %s are left out", engine_idx)
+
+    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         data: dict[str, list[float]] = defaultdict(list, transfer_stats_data)
         for key, histogram in self._histograms.items():
             for value in data[key]:
@@ -146,6 +167,7 @@ class NixlPromMetrics(KVConnectorPromMetrics):
         for key, gauge in self._gauges.items():
             if data[key]:
                 gauge[engine_idx].set(data[key][-1])
+        self._handoffs.observe(data, engine_idx)
 
     def _tell_backends(self, transfer_config: Any) -> None:
         if transfer_config is None:

@@ -2,7 +2,8 @@
 """What workers and schedulers observe, between two collections."""
 
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from .handoff.actions import FailureKind
+from .timeline import Role, durations
 
 TRANSFER_SECONDS = "transfer_duration"
 POST_SECONDS = "post_duration"
@@ -25,6 +27,7 @@ FAILED_HANDOFFS = "num_failed_handoffs"
 QUARANTINED = "quarantined_blocks"
 RETAINED = "retained_blocks"
 REUSED_TOKENS = "reused_tokens"
+QUEUED_TRANSFERS = "queued_transfers"
 
 REUSE_OUTCOMES = ("read", "recomputed", "missed")
 """What becomes of a prompt of which another engine may keep a part."""
@@ -41,7 +44,13 @@ _FAILURES = (
 
 HANDOFFS = {kind: f"{FAILED_HANDOFFS}_{kind.value}" for kind in FailureKind}
 REUSES = {outcome: f"num_reuses_{outcome}" for outcome in REUSE_OUTCOMES}
-GAUGES = (QUARANTINED, RETAINED)
+GAUGES = (QUARANTINED, RETAINED, QUEUED_TRANSFERS)
+HANDOFF_SECONDS = {
+    (role, name): f"handoff_seconds_{role.value}_{name}"
+    for role in Role
+    for name in durations(role)
+}
+"""Series that exist only in intervals in which a hand-off has ended."""
 
 
 class NixlKVConnectorStats(KVConnectorStats):
@@ -98,9 +107,14 @@ class NixlKVConnectorStats(KVConnectorStats):
         if tokens:
             self.data[REUSED_TOKENS].append(tokens)
 
-    def held(self, key: str, blocks: int) -> None:
-        """So many blocks are held for the reason that ``key`` names."""
-        self.data[key] = [blocks]
+    def handoff(self, role: Role, seconds: Mapping[str, float]) -> None:
+        """A hand-off has ended; ``seconds`` by name, as in :func:`.durations`."""
+        for name, value in seconds.items():
+            self.data.setdefault(HANDOFF_SECONDS[role, name], []).append(value)
+
+    def held(self, key: str, count: int) -> None:
+        """So many blocks, or transfers, are held for the reason in ``key``."""
+        self.data[key] = [count]
 
     def is_empty(self) -> bool:
         """Whether nothing was observed."""
@@ -114,12 +128,14 @@ class NixlKVConnectorStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """A summary of the interval for the log; times in ms, sizes in MiB."""
-        count = len(self.data[TRANSFER_SECONDS])
+        # Stats may come from an engine of another version.
+        data = defaultdict(list, self.data)
+        count = len(data[TRANSFER_SECONDS])
         transport = (FAILED_TRANSFERS, FAILED_NOTIFICATIONS, FAILED_HANDSHAKES)
         summary: dict[str, int | float] = {"Num successful transfers": count}
-        seconds = _array(self.data[TRANSFER_SECONDS])
-        posts = _array(self.data[POST_SECONDS])
-        mib = _array(self.data[BYTES]) / 2**20
+        seconds = _array(data[TRANSFER_SECONDS])
+        posts = _array(data[POST_SECONDS])
+        mib = _array(data[BYTES]) / 2**20
         total = float(seconds.sum())
         summary.update(
             {
@@ -130,13 +146,13 @@ class NixlKVConnectorStats(KVConnectorStats):
                 "Avg MB per transfer": _round(mib.mean(), count),
                 "Throughput (MB/s)": _round(mib.sum() / total if total else 0, count),
                 "Avg number of descriptors": _round(
-                    _array(self.data[DESCRIPTORS]).mean(), count
+                    _array(data[DESCRIPTORS]).mean(), count
                 ),
-                "Num failed transfers": sum(len(self.data[key]) for key in transport),
-                "Num KV expired reqs": len(self.data[EXPIRED]),
-                "Num notifs after expiry": len(self.data[LATE_NOTIFICATIONS]),
+                "Num failed transfers": sum(len(data[key]) for key in transport),
+                "Num KV expired reqs": len(data[EXPIRED]),
+                "Num notifs after expiry": len(data[LATE_NOTIFICATIONS]),
                 "Num failed hand-offs": sum(
-                    len(self.data[key]) for key in HANDOFFS.values()
+                    len(data[key]) for key in HANDOFFS.values()
                 ),
             }
         )
@@ -173,12 +189,17 @@ class StatsCollector:
         with self._lock:
             self._stats.reused(outcomes, tokens)
 
-    def held(self, key: str, blocks: int) -> None:
-        """Note how many blocks are held, if it is another number than before."""
+    def handoff(self, role: Role, seconds: Mapping[str, float]) -> None:
+        """See :meth:`NixlKVConnectorStats.handoff`."""
         with self._lock:
-            if blocks != self._held[key]:
-                self._held[key] = blocks
-                self._stats.held(key, blocks)
+            self._stats.handoff(role, seconds)
+
+    def held(self, key: str, count: int) -> None:
+        """Note how many are held, if it is another number than before."""
+        with self._lock:
+            if count != self._held[key]:
+                self._held[key] = count
+                self._stats.held(key, count)
 
     def take(self) -> NixlKVConnectorStats | None:
         """What was observed since the last call, if anything."""

@@ -4,10 +4,12 @@
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from .config import ConfigError
+from .config import ConfigError, ConnectorConfig
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check_supported(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> None:
     """Refuse configurations that would fail, or be wrong, at the first request.
 
     Raises:
@@ -38,4 +40,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(
             f"the speculative method needs {lookahead} prefill lookahead tokens; the "
             "NIXL connectors support at most 1"
+        )
+    groups_wanted = config.push_layer_groups
+    if groups_wanted > 1 and (
+        parallel.use_ubatching or vllm_config.speculative_config is not None
+    ):
+        raise ConfigError(
+            f"push_layer_groups is {groups_wanted}, but with micro-batches or "
+            "speculation a layer is not done after its first call; use 1"
         )

@@ -125,7 +125,7 @@ class TransferLoop:
         self._kept = KeptTable(config.kv_lease_duration, local.block_size)
         self._receiver = ReceiverTable(REPEAT_SECONDS)
         self._watches = Watches(config.kv_lease_duration / 3)
-        self._offers: deque[PendingOffer] = deque()
+        self._offers: deque[tuple[PendingOffer, float]] = deque()
         self._waiting: dict[Address, list[Receive | TellNotNeeded]] = {}
         self._next_tick = 0.0
         self._last_step: float | None = None
@@ -148,11 +148,13 @@ class TransferLoop:
         heard = self._listen(now)
         for event in self._connections.poll(now):
             self._connection_changed(event, now)
-        for ended in self._movement.advance():
-            self._transfer_ended(ended, now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
+        self._perform(now)
+        # What this step has begun is posted by this step.
+        for ended in self._movement.advance():
+            self._transfer_ended(ended, now)
         self._perform(now)
         tables = self._table_sizes()
         if self._events or tables != self._tables:
@@ -217,7 +219,7 @@ class TransferLoop:
     def _obey(self, command: Order, now: float) -> None:
         match command:
             case PendingOffer():
-                self._offers.append(command)
+                self._offers.append((command, now))
             case Expect():
                 self._sender.expect(
                     command.transfer_id, command.receivers, command.aliases, now
@@ -249,8 +251,11 @@ class TransferLoop:
                 self._with_engine(command.address, command, now)
 
     def _release_offers(self, now: float) -> None:
-        while self._offers and self._offers[0].fence():
-            self._do(self._sender.offer(self._offers.popleft().offer, now))
+        while self._offers and self._offers[0][0].fence():
+            pending, taken_at = self._offers.popleft()
+            # One that is let through at once may have waited for this thread only.
+            computed_at = pending.launched_at if taken_at == now else now
+            self._do(self._sender.offer(pending.offer, now, computed_at))
 
     # ---- connections
 
@@ -363,7 +368,7 @@ class TransferLoop:
             case Renew():
                 sender.renew(body.transfer_ids, now)
             case Accepted():
-                self._do(receiver.accepted(name, body.registration_id))
+                self._do(receiver.accepted(name, body.registration_id, now))
             case LeaseGranted():
                 self._do(receiver.granted(name, body, now))
             case Done():
@@ -430,7 +435,12 @@ class TransferLoop:
     def _transfer_ended(self, ended: TransferEnded, now: float) -> None:
         if ended.operation == "WRITE":
             actions = self._sender.written(
-                ended.registration_id, ended.chunk, ended.size, ended.failure, now
+                ended.registration_id,
+                ended.chunk,
+                ended.size,
+                ended.failure,
+                now,
+                ended.period,
             )
         else:
             actions = self._receiver.read_ended(

@@ -7,23 +7,20 @@ a pace that follows what may arrive.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from vllm.logger import init_logger
 
-from .orders import Facts, Order, Pace
+from .orders import Facts, Order
+from .rhythm import Rhythm
+from .switch_interval import SwitchInterval
 from .transfer_loop import TransferLoop
 
 logger = init_logger(__name__)
 
-SPIN_SECONDS = 0.00002
-"""Wait between steps while something moves."""
-
-SOON_SECONDS = (0.0001, 0.001)
-"""Shortest and longest wait while an answer is awaited; it grows in silence."""
-
-RELAXED_SECONDS = 0.04
-"""Wait while only a first contact can come."""
+DEFECT_SECONDS = 1.0
+"""Pause after a step that has failed."""
 
 _CLOSE_TIMEOUT = 5.0
 
@@ -64,6 +61,7 @@ class TransferThread:
     ) -> None:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._outbox = _Outbox()
+        self._interval = SwitchInterval()
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._failures: list[Exception] = []
@@ -88,10 +86,17 @@ class TransferThread:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def queued(self) -> int:
+        """Orders that the thread has not taken up yet."""
+        return self._orders.qsize()
+
     def submit(self, orders: Iterable[Order]) -> None:
         """Queue orders; never waits."""
         for order in orders:
             self._orders.put(order)
+        # Before the woken thread asks for the interpreter, which this one holds.
+        self._interval.lower()
 
     def drain(self) -> Facts | None:
         """Take what was published since the last call, if anything; never waits."""
@@ -115,31 +120,42 @@ class TransferThread:
             return
         finally:
             self._ready.set()
-        self._repeat(self._loop)
+        try:
+            self._repeat(self._loop)
+        finally:
+            self._interval.restore()
         try:
             self._loop.close()
         except Exception:
             logger.exception("The transfer thread did not close cleanly")
 
     def _repeat(self, loop: TransferLoop) -> None:
-        patience = SOON_SECONDS[0]
-        wait = RELAXED_SECONDS
+        rhythm = Rhythm(time.monotonic())
+        wait = rhythm.wait
         while not self._stop.is_set():
             orders = self._take(wait)
+            # A step lets go of the interpreter in each of its calls of NIXL.
+            self._interval.lower()
+            began = time.monotonic()
             try:
                 pace = loop.step(orders)
             except Exception:
                 # A defect must not silence the rank, or its peers' requests would
                 # hang; what it was working on ends by its own deadlines.
                 logger.exception("A step of the transfer thread failed")
-                wait = 1.0
+                self._interval.restore()
+                wait = DEFECT_SECONDS
                 continue
-            if pace is Pace.SOON:
-                wait = patience
-                patience = min(patience * 1.2, SOON_SECONDS[1])
-            else:
-                patience = SOON_SECONDS[0]
-                wait = SPIN_SECONDS if pace is Pace.NOW else RELAXED_SECONDS
+            rhythm.stepped(pace, bool(orders), began, time.monotonic())
+            wait = rhythm.wait
+            self._set_interval(rhythm.eager)
+
+    def _set_interval(self, eager: bool) -> None:
+        if not eager:
+            self._interval.restore()
+        # An order may have come since; it lowered the interval after it was queued.
+        if eager or not self._orders.empty():
+            self._interval.lower()
 
     def _take(self, wait: float) -> list[Order]:
         orders: list[Order] = []

@@ -22,7 +22,8 @@ class TransferEnded:
         chunk: which WRITE of the registration it was.
         failure: why it failed, if so.
         post_seconds: time spent in posting calls.
-        seconds: from the first post to the last end.
+        period: when the first post began and the last one had ended; ``None`` if
+            nothing was posted.
     """
 
     operation: str
@@ -32,7 +33,12 @@ class TransferEnded:
     size: TransferSize
     failure: str | None
     post_seconds: float
-    seconds: float
+    period: tuple[float, float] | None
+
+    @property
+    def seconds(self) -> float:
+        """From the first post to the last end."""
+        return 0.0 if self.period is None else self.period[1] - self.period[0]
 
 
 @dataclass
@@ -106,7 +112,7 @@ class TransferPool:
 
     def advance(self) -> Iterator[TransferEnded]:
         """Check what is under way, post what may be; yields what has ended."""
-        deadline = time.perf_counter() + self._budget
+        deadline = time.monotonic() + self._budget
         ended: list[TransferEnded] = []
         for job in list(self._jobs):
             self._check(job)
@@ -149,7 +155,7 @@ class TransferPool:
 
     def _post(self, job: _Job, deadline: float) -> None:
         while job.pieces and len(job.handles) < self._window:
-            now = time.perf_counter()
+            now = time.monotonic()
             if now > deadline:
                 return
             job.started_at = job.started_at or now
@@ -167,7 +173,7 @@ class TransferPool:
                 self._fail(job, str(error))
                 return
             finally:
-                job.post_seconds += time.perf_counter() - now
+                job.post_seconds += time.monotonic() - now
             job.posted += TransferSize(piece.bytes, piece.descriptors)
             if state is TransferState.RUNNING:
                 job.handles.append(handle)
@@ -178,7 +184,7 @@ class TransferPool:
                 return
 
     def _is_settled(self, job: _Job) -> bool:
-        now = time.perf_counter()
+        now = time.monotonic()
         job.ended_at = job.ended_at or now
         if job.failure is None or job.operation != "WRITE" or not job.started_at:
             return True
@@ -191,7 +197,7 @@ class TransferPool:
 
     @staticmethod
     def _result(job: _Job) -> TransferEnded:
-        elapsed = job.ended_at - job.started_at if job.started_at else 0.0
+        period = (job.started_at, job.ended_at) if job.started_at else None
         return TransferEnded(
             job.operation,
             job.peer,
@@ -200,5 +206,5 @@ class TransferPool:
             job.posted if job.failure is None else TransferSize(),
             job.failure,
             job.post_seconds,
-            elapsed,
+            period,
         )

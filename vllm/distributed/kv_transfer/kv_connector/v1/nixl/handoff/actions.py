@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the state machines ask their shell to do, and the facts they report."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 import numpy as np
 
 from ..ids import AgentName, RegistrationId, TransferId
+from ..timeline import Stamps
 from ..wire import BlockArray, Message, Want
 
 
@@ -18,7 +19,8 @@ class Offer:
     ``blocks`` holds, per KV cache group, the block ids from position ``first_block``
     on. The offers of one generation follow each other without a gap, and together
     hold all but the last ``missing_tokens``; all but the last one end with a full
-    block.
+    block. Each may come in ``parts``, one after the other, of which this is number
+    ``part``: the KV of so many consecutive layers.
     """
 
     transfer_id: TransferId
@@ -28,6 +30,8 @@ class Offer:
     blocks: tuple[BlockArray, ...]
     first_block: int = 0
     missing_tokens: int = 0
+    part: int = 0
+    parts: int = 1
 
     @property
     def computed_tokens(self) -> int:
@@ -53,7 +57,7 @@ class Send:
 
 @dataclass(frozen=True)
 class StartWrite:
-    """WRITE the local blocks to the peer's; report each piece.
+    """WRITE a part of the layers of local blocks to the peer's; report each piece.
 
     It is chunk number ``chunk`` of the registration, and perhaps the last one.
     """
@@ -64,6 +68,8 @@ class StartWrite:
     last: bool
     local_blocks: tuple[BlockArray, ...]
     remote_blocks: tuple[BlockArray, ...]
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class SenderClosed:
     tokens: int
     size: TransferSize
     seconds: float
+    stamps: Stamps = field(default_factory=Stamps, compare=False)
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ class Received:
     tokens: int
     size: TransferSize
     seconds: float
+    stamps: Stamps = field(default_factory=Stamps, compare=False)
 
 
 class FailureKind(StrEnum):
@@ -153,6 +161,7 @@ class ReceiveFailed:
     kind: FailureKind
     reason: str
     quiet: bool
+    stamps: Stamps = field(default_factory=Stamps, compare=False)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 
 from ..ids import AgentName, RegistrationId, TransferId
+from ..timeline import Stage as Reached
 from .claims import Claim, Handoff, Stage
 from .history import History
 
@@ -68,6 +69,7 @@ class HandoffBook:
                 del self._handoffs[alias]
                 for claim in early.claims.values():
                     handoff.claims[claim.registration_id] = claim
+                    handoff.stamps.mark(Reached.REGISTERED, claim.claimed_at)
                     self._claims[claim.registration_id] = handoff.transfer_id
                 handoff.ended += early.ended
                 handoff.released |= early.released
@@ -114,6 +116,7 @@ class HandoffBook:
         """A receiver wants the hand-off's KV."""
         self.claimed_blocks += claim.num_blocks
         handoff.claims[claim.registration_id] = claim
+        handoff.stamps.mark(Reached.REGISTERED, claim.claimed_at)
         self._claims[claim.registration_id] = handoff.transfer_id
 
     def drop_claim(self, handoff: Handoff, claim: Claim) -> None:

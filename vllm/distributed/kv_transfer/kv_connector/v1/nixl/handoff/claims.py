@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..ids import AgentName, RegistrationId, TransferId
+from ..timeline import Stage as Reached
+from ..timeline import Stamps
 from ..wire import (
     BlockArray,
     Cancelled,
@@ -15,6 +17,7 @@ from ..wire import (
     pack_blocks,
 )
 from .actions import CloseReason, Offer, StartWrite, TransferSize
+from .computed import Computed
 
 
 class Stage(Enum):
@@ -43,7 +46,8 @@ class Claim:
     Attributes:
         writes: the generation that each WRITE under way reads from, by chunk number.
         chunks: WRITEs begun so far, which is the number of the next chunk.
-        written_to: tokens from the start of the prompt that are written or being so.
+        written_to: per part of the layers, tokens from the start of the prompt that are
+            written or being so; empty until the first WRITE.
         failure: why a WRITE failed.
     """
 
@@ -53,6 +57,7 @@ class Claim:
     blocks: tuple[BlockArray, ...] | None
     claimed_at: float
     state: ClaimState = ClaimState.WAITING
+    leased_at: float = 0.0
     lease_end: float = 0.0
     # Set when the receiver or its engine is gone while a WRITE is posted: the
     # outcome of the WRITE is then nobody's concern but its end still is.
@@ -60,13 +65,13 @@ class Claim:
     cancel_requested: bool = False
     writes: dict[int, int] = field(default_factory=dict)
     chunks: int = 0
-    written_to: int = 0
+    written_to: list[int] = field(default_factory=list)
     failure: str | None = None
 
     @property
     def is_written(self) -> bool:
         """Whether WRITEs of all that is wanted have begun."""
-        return self.written_to >= self.want.end
+        return bool(self.written_to) and min(self.written_to) >= self.want.end
 
     @property
     def num_blocks(self) -> int:
@@ -79,7 +84,7 @@ class Handoff:
     """One prompt's KV and those who want it.
 
     Attributes:
-        offer: what has been computed since the prefill request has last begun.
+        computed: what there is to move, as far as it goes.
         retracted: the latest generation that was taken back.
         retracting: generations that were, while a WRITE reads from their blocks.
     """
@@ -88,7 +93,7 @@ class Handoff:
     stage: Stage
     deadline: float
     receivers: int | None = None
-    offer: Offer | None = None
+    computed: Computed | None = None
     offered_at: float = 0.0
     ended: int = 0
     released: bool = False
@@ -100,6 +105,19 @@ class Handoff:
     aliases: tuple[TransferId, ...] = ()
     retracted: int = 0
     retracting: set[int] = field(default_factory=set)
+    stamps: Stamps = field(default_factory=Stamps)
+
+    def moved(self, began: float, ended: float) -> None:
+        """A chunk was, for some receiver, between these moments."""
+        self.stamps.chunks += 1
+        self.stamps.mark(Reached.FIRST_POSTED, began)
+        self.stamps.mark(Reached.LAST_POSTED, began)
+        self.stamps.mark(Reached.WRITTEN, ended)
+
+    @property
+    def offer(self) -> Offer | None:
+        """The block table of what is computed."""
+        return None if self.computed is None else self.computed.offer
 
     @property
     def result(self) -> CloseReason:
@@ -154,21 +172,31 @@ def grant(
     )
 
 
-def next_write(offer: Offer, claim: Claim, block_size: int) -> StartWrite | None:
+def next_writes(computed: Computed, claim: Claim, block_size: int) -> list[StartWrite]:
     """Begin to WRITE what has been computed for ``claim`` since the last time."""
+    if claim.failure or claim.cancel_requested or claim.abandoned:
+        return []
+    parts = len(computed.tokens)
+    if not claim.written_to:
+        claim.written_to = [claim.want.first_token] * parts
+    return [
+        _write(computed.offer, claim, part, parts, end, block_size)
+        for part, tokens in enumerate(computed.tokens)
+        if (end := min(tokens, claim.want.end)) > claim.written_to[part]
+    ]
+
+
+def _write(
+    offer: Offer, claim: Claim, part: int, parts: int, end: int, block_size: int
+) -> StartWrite:
     assert claim.blocks is not None
-    want = claim.want
-    begin = max(claim.written_to, want.first_token)
-    end = min(offer.computed_tokens, want.end)
-    if end <= begin or claim.failure or claim.cancel_requested or claim.abandoned:
-        return None
+    want, begin, chunk = claim.want, claim.written_to[part], claim.chunks
     here = Want(want.prompt_tokens, begin, end - begin, b"").block_range(block_size)
     first = want.first_token // block_size
     there = slice(here.start - first, here.stop - first)
-    chunk = claim.chunks
     claim.state = ClaimState.WRITING
     claim.chunks += 1
-    claim.written_to = end
+    claim.written_to[part] = end
     claim.writes[chunk] = offer.generation
     return StartWrite(
         claim.peer,
@@ -177,6 +205,8 @@ def next_write(offer: Offer, claim: Claim, block_size: int) -> StartWrite | None
         claim.is_written,
         tuple(group[here.start : here.stop] for group in offer.blocks),
         tuple(group[there] for group in claim.blocks),
+        part,
+        parts,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..ids import AgentName, Mode, RegistrationId, TransferId
+from ..timeline import Stage, Stamps
 from ..wire import (
     BlockArray,
     Cancel,
@@ -74,6 +75,11 @@ class _Source:
     quiet: bool = False
 
     @property
+    def num_chunks(self) -> int:
+        """Chunks that have come; what is read is one."""
+        return len(self.complete) + self.read
+
+    @property
     def done(self) -> bool:
         if self.last_chunk is None:
             return self.finished
@@ -123,11 +129,20 @@ class _Attempt:
     open_reads: int = 0
     read_failure: str | None = None
     size: TransferSize = field(default_factory=TransferSize)
+    stamps: Stamps = field(default_factory=Stamps)
 
     @property
     def reads(self) -> bool:
         """Whether this rank READs, and is not written to."""
         return self.request.mode is Mode.PULL
+
+    def landed(self, msg: Done, now: float, is_end: bool) -> None:
+        """A piece has, for the first time; ``is_end``: of its last chunk too."""
+        self.size += TransferSize(msg.bytes, msg.descriptors)
+        self.stamps.mark(Stage.ANSWERED, now)
+        self.stamps.mark(Stage.FIRST_NOTIFICATION, now)
+        if is_end:
+            self.stamps.mark(Stage.PREFILL_ENDED, now)
 
 
 class ReceiverTable:
@@ -162,6 +177,7 @@ class ReceiverTable:
             return []
         attempt.sources = {name: _Source() for name in sources}
         attempt.state = _State.REQUESTED
+        attempt.stamps.mark(Stage.ASKED, now)
         return self._ask(attempt, now)
 
     def unreachable(
@@ -187,12 +203,13 @@ class ReceiverTable:
     # ---- what prefill engines say
 
     def accepted(
-        self, peer: AgentName, registration_id: RegistrationId
+        self, peer: AgentName, registration_id: RegistrationId, now: float
     ) -> list[Action]:
         """P knows of it and will write."""
         attempt, _ = self._lookup(peer, registration_id)
         if attempt is not None and attempt.state is _State.REQUESTED:
             attempt.state = _State.ACCEPTED
+            attempt.stamps.mark(Stage.ANSWERED, now)
         return []
 
     def piece(self, peer: AgentName, msg: Done, now: float) -> list[Action]:
@@ -200,8 +217,9 @@ class ReceiverTable:
         attempt, source = self._lookup(peer, msg.registration_id)
         if attempt is None or source is None or attempt.reads:
             return []
+        is_end = msg.last and source.last_chunk is None
         if source.landed(msg):
-            attempt.size += TransferSize(msg.bytes, msg.descriptors)
+            attempt.landed(msg, now, is_end)
         return self._progress(attempt, now)
 
     def finished(
@@ -264,6 +282,9 @@ class ReceiverTable:
                 now,
             )
         source.granted = msg
+        # What may be read is computed.
+        attempt.stamps.mark(Stage.ANSWERED, now)
+        attempt.stamps.mark(Stage.PREFILL_ENDED, now)
         attempt.state = _State.READING
         attempt.open_reads += 1
         return [
@@ -455,6 +476,9 @@ class ReceiverTable:
             return []
         request = attempt.request
         del self._attempts[request.registration_id]
+        attempt.stamps.chunks = sum(s.num_chunks for s in attempt.sources.values())
+        attempt.stamps.mark(Stage.ANSWERED, now)
+        attempt.stamps.mark(Stage.LAST_NOTIFICATION, now)
         return [
             Report(
                 Received(
@@ -462,6 +486,7 @@ class ReceiverTable:
                     request.want.num_tokens,
                     attempt.size,
                     now - attempt.started_at,
+                    attempt.stamps,
                 )
             )
         ]
@@ -472,18 +497,13 @@ class ReceiverTable:
         exposed = attempt.state is not _State.CONNECTING
         attempt.state = _State.QUIESCING
         registration_id = attempt.request.registration_id
-        if not exposed or self._is_quiet(attempt):
+        quiet = not exposed or self._is_quiet(attempt)
+        if quiet:
             del self._attempts[registration_id]
-            # A reader that gives up tells its lender; a writer has spoken already.
-            told: list[Action] = self._ask(attempt, now) if exposed else []
-            return [
-                *told,
-                Report(ReceiveFailed(registration_id, kind, reason, quiet=True)),
-            ]
-        return [
-            *self._ask(attempt, now),
-            Report(ReceiveFailed(registration_id, kind, reason, quiet=False)),
-        ]
+        # A reader that gives up tells its lender; a writer has spoken already.
+        told: list[Action] = self._ask(attempt, now) if exposed else []
+        failed = ReceiveFailed(registration_id, kind, reason, quiet, attempt.stamps)
+        return [*told, Report(failed)]
 
     def _is_quiet(self, attempt: _Attempt) -> bool:
         if attempt.reads:

@@ -20,6 +20,7 @@ withdrawn; never while a WRITE of it is posted.
 from collections.abc import Iterable
 
 from ..ids import AgentName, RegistrationId, TransferId
+from ..timeline import Stage as Reached
 from ..wire import (
     Accepted,
     BlockArray,
@@ -53,10 +54,11 @@ from .claims import (
     Stage,
     answer_to_written,
     grant,
-    next_write,
+    next_writes,
     unfit,
     why_closed,
 )
+from .computed import Computed
 from .history import History
 
 MAX_CLAIMS_PER_HANDOFF = 4096
@@ -98,8 +100,13 @@ class SenderTable:
         handoff.receivers = receivers
         self._handoffs.name(handoff, aliases)
 
-    def offer(self, offer: Offer, now: float) -> list[Action]:
-        """KV of the prompt, or of its next chunk, is computed and pinned."""
+    def offer(
+        self, offer: Offer, now: float, computed_at: float | None = None
+    ) -> list[Action]:
+        """KV of the prompt, or of its next chunk, is computed and pinned.
+
+        It was computed at ``computed_at``, or now.
+        """
         handoff = self._handoffs.get(offer.transfer_id)
         if handoff is None:
             # It was withdrawn while its computation was under way.
@@ -114,11 +121,16 @@ class SenderTable:
             return [Report(event)]
         if offer.generation <= handoff.retracted:
             return []
-        handoff.offer = offer if offer.first_block == 0 else _joined(handoff, offer)
-        if not offer.missing_tokens:
+        known = handoff.computed
+        if known is None or known.offer.generation != offer.generation:
+            known = handoff.computed = Computed.of(offer)
+        else:
+            known.add(offer)
+        if known.complete:
             self._offered_at = now
             handoff.stage = Stage.OFFERED
             handoff.offered_at = now
+            handoff.stamps.mark(Reached.PREFILL_ENDED, computed_at or now)
             handoff.deadline = now + self._lease
         actions: list[Action] = []
         if handoff.withdrawn is None:
@@ -136,7 +148,7 @@ class SenderTable:
         if handoff is not None:
             handoff.retracted = generation
             if handoff.offer is not None and handoff.offer.generation <= generation:
-                handoff.offer = None
+                handoff.computed = None
             if handoff.is_read_from(generation):
                 handoff.retracting.add(generation)
                 return []
@@ -252,6 +264,7 @@ class SenderTable:
         )
         if valid:
             handoff.tokens += claim.want.num_tokens
+            handoff.moved(claim.leased_at, now)
         handoff.lapsed |= now > claim.lease_end
         answer = (
             Finished(msg.registration_id)
@@ -271,14 +284,20 @@ class SenderTable:
         size: TransferSize,
         failure: str | None,
         now: float,
+        period: tuple[float, float] | None = None,
     ) -> list[Action]:
-        """The WRITE of a chunk has ended, successfully where no failure is given."""
+        """The WRITE of a chunk has ended, successfully where no failure is given.
+
+        ``period`` is when its posting began and when it ended.
+        """
         found = self._handoffs.claim(registration_id)
         if found is None:
             return []
         handoff, claim = found
         generation = claim.writes.pop(chunk)
         handoff.size += size
+        if period is not None and failure is None:
+            handoff.moved(*period)
         claim.failure = claim.failure or failure
         actions: list[Action] = []
         if generation in handoff.retracting and not handoff.is_read_from(generation):
@@ -431,17 +450,17 @@ class SenderTable:
         return [Send(peer, answer)]
 
     def _serve(self, handoff: Handoff, claim: Claim, now: float) -> list[Action]:
-        offer = handoff.offer
-        assert offer is not None
-        reason = unfit(offer, claim, self._block_size)
+        computed = handoff.computed
+        assert computed is not None
+        reason = unfit(computed.offer, claim, self._block_size)
         if reason is not None:
             return self._end(handoff, claim, self._refuse(claim, reason))
         if claim.blocks is not None:
-            write = next_write(offer, claim, self._block_size)
-            return [] if write is None else [write]
-        if offer.missing_tokens:
+            return [*next_writes(computed, claim, self._block_size)]
+        if not computed.complete:
             return []
         claim.state = ClaimState.LEASED
+        claim.leased_at = now
         return [self._grant(handoff, claim, now)]
 
     def _grant(self, handoff: Handoff, claim: Claim, now: float) -> Send:
@@ -493,11 +512,7 @@ class SenderTable:
                     handoff.tokens,
                     handoff.size,
                     now - handoff.offered_at,
+                    handoff.stamps,
                 )
             )
         ]
-
-
-def _joined(handoff: Handoff, offer: Offer) -> Offer:
-    assert handoff.offer is not None, "a chunk without the ones before it"
-    return handoff.offer.joined(offer)

@@ -5,7 +5,7 @@ A request is WAITING until the engine allocates blocks for it, and OVER from the
 on: it never asks a second time, so a preempted or failed one is prefilled here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from ..commands import Command, TellNotNeeded, Unwatch, Watch
 from ..ids import Mode, RequestId, TransferId
 from ..params import DecodeParams, external_id
 from ..side_channel import Address
+from ..timeline import Stage, Timeline
 from ..wire import Want
 from .loads import Loads, OnFailure, Purpose
 from .prompt import prompt_digest
@@ -38,6 +39,7 @@ class _Waiter:
     prompt_tokens: int
     digest: bytes
     phase: _Phase = _Phase.WAITING
+    timeline: Timeline = field(default_factory=Timeline.start)
 
 
 class DecodeSide:
@@ -114,6 +116,7 @@ class DecodeSide:
         if external_tokens <= 0:
             self._not_needed(waiter, receivers=1)
             return
+        waiter.timeline.mark(Stage.REGISTERED, now)
         first = waiter.prompt_tokens - external_tokens
         self._loads.begin(
             waiter.request,
@@ -123,6 +126,7 @@ class DecodeSide:
             blocks.get_block_ids(),
             self._purpose,
             now,
+            waiter.timeline,
         )
         self._commands.append(Unwatch(waiter.transfer_id))
 
@@ -164,5 +168,6 @@ class DecodeSide:
                 RequestId(waiter.request.request_id),
                 "receiver",
                 "not_needed",
+                timeline=waiter.timeline,
             )
         )

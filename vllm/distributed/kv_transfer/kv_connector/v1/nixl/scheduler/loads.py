@@ -22,6 +22,7 @@ from ..handoff.receiver import ReceiveRequest
 from ..ids import Mode, RegistrationId, RequestId, TransferId, new_registration_id
 from ..side_channel import Address
 from ..stats import StatsCollector
+from ..timeline import Timeline
 from ..wire import Want
 from .pins import Pin, PinBoard, PinState
 from .prefill import LINGER_SECONDS
@@ -84,6 +85,7 @@ class _Load:
     purpose: Purpose
     pin: Pin
     started_at: float
+    timeline: Timeline
     engine: _Engine = _Engine.PARKED
     received_ranks: set[int] = field(default_factory=set)
     quiet_ranks: set[int] = field(default_factory=set)
@@ -142,6 +144,7 @@ class Loads:
         block_ids: tuple[list[int], ...],
         purpose: Purpose,
         now: float,
+        timeline: Timeline,
         name: TransferId | None = None,
     ) -> None:
         """Obtain ``want`` for a request that the engine parks.
@@ -159,6 +162,7 @@ class Loads:
             purpose,
             self._pins.pin(table, PinState.EXPOSED_FOR_RECEIVE),
             started_at=now,
+            timeline=timeline,
         )
         self._loads[load.registration_id] = load
         self._of_request[load.request_id] = load
@@ -216,6 +220,7 @@ class Loads:
         load.tokens = event.tokens
         load.size += event.size
         load.seconds = max(load.seconds, event.seconds)
+        load.timeline.merge(event.stamps)
         if (
             load.engine is _Engine.PARKED
             and len(load.received_ranks) == self._world_size
@@ -229,6 +234,7 @@ class Loads:
         load = self._loads.get(event.registration_id)
         if load is None:
             return
+        load.timeline.merge(event.stamps)
         if not event.quiet:
             self._quarantine(load)
         if load.engine is _Engine.PARKED:
@@ -356,5 +362,6 @@ class Loads:
                 bytes=load.size.bytes,
                 descriptors=load.size.descriptors,
                 seconds=load.seconds,
+                timeline=load.timeline,
             )
         )

@@ -14,6 +14,7 @@ from ..commands import Command, Expect, Retract, Withdraw
 from ..handoff.actions import Offer, Retracted, SenderClosed
 from ..ids import Mode, RequestId, TransferId
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
+from ..timeline import Stage, Timeline
 from .pins import Pin, PinBoard, PinState
 from .prompt import prompt_digest
 from .records import HandoffRecord, Records
@@ -52,6 +53,7 @@ class _Send:
     tokens: int = 0
     bytes: int = 0
     descriptors: int = 0
+    timeline: Timeline = field(default_factory=Timeline.start)
 
     @property
     def request_id(self) -> RequestId:
@@ -149,7 +151,7 @@ class PrefillSide:
                 self._retract(send, now)
         offers = [
             self._offer(send, computed, output, now)
-            for send, computed in self._computed_after(output)
+            for send, computed in self._computed_after(output, now)
         ]
         commands, self._commands = self._commands, []
         return commands, offers
@@ -200,9 +202,11 @@ class PrefillSide:
         send.tokens = max(send.tokens, event.tokens)
         send.bytes += event.size.bytes
         send.descriptors += event.size.descriptors
+        send.timeline.merge(event.stamps)
         if len(send.closed_ranks) < self._world_size:
             return
         self._release(send.pins)
+        send.timeline.mark(Stage.RELEASED, time.monotonic())
         del self._open[send.transfer_id]
         self._record(send, event.reason.value, event.seconds)
 
@@ -248,7 +252,9 @@ class PrefillSide:
             "prefill_retracting": len(self._retracting),
         }
 
-    def _computed_after(self, output: "SchedulerOutput") -> list[tuple[_Send, int]]:
+    def _computed_after(
+        self, output: "SchedulerOutput", now: float
+    ) -> list[tuple[_Send, int]]:
         """Hand-offs with something to offer once this step has run.
 
         With each goes how many tokens of its prompt are computed then.
@@ -265,6 +271,7 @@ class PrefillSide:
             send = self._waiting.get(RequestId(request_id))
             if send is None:
                 continue
+            send.timeline.mark(Stage.PREFILL_STARTED, now)
             computed = before[request_id] + scheduled
             full_blocks = computed // self._block_size
             if computed >= send.prompt_tokens:
@@ -327,5 +334,6 @@ class PrefillSide:
                 bytes=send.bytes,
                 descriptors=send.descriptors,
                 seconds=seconds,
+                timeline=send.timeline,
             )
         )

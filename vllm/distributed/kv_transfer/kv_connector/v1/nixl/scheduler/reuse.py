@@ -11,7 +11,7 @@ requests meanwhile. Whatever goes wrong, the prompt is computed here.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from ..handoff.kept import is_kept
 from ..ids import Mode, RequestId, TransferId
 from ..params import EarlierTurn
 from ..side_channel import Address, Exchange, Exchanges
+from ..timeline import Stage, Timeline
 from ..wire import Found, Kept, Lookup, Want
 from .content import ContentIndex
 from .loads import Loads, OnFailure, Purpose
@@ -51,6 +52,7 @@ class _Reuse:
     phase: _Phase = _Phase.ASKING
     kept: Kept | None = None
     shared: int = 0
+    timeline: Timeline = field(default_factory=Timeline.start)
 
 
 class ReuseSide:
@@ -123,6 +125,7 @@ class ReuseSide:
             self._end(reuse, "nothing that is worth reading is kept")
             return
         reuse.phase = _Phase.OVER
+        reuse.timeline.mark(Stage.REGISTERED, now)
         first = reuse.shared - external_tokens
         self._loads.begin(
             reuse.request,
@@ -132,6 +135,7 @@ class ReuseSide:
             blocks.get_block_ids(),
             self._purpose,
             now,
+            reuse.timeline,
             name=reuse.kept.name,
         )
 
@@ -188,5 +192,6 @@ class ReuseSide:
                 "reader",
                 "missed",
                 cause=why,
+                timeline=reuse.timeline,
             )
         )

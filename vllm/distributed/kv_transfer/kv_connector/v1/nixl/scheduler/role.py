@@ -39,9 +39,11 @@ from ..params import (
 )
 from ..side_channel import SideChannelServer
 from ..stats import NixlKVConnectorStats, StatsCollector
+from ..timeline_trace import TraceFile
 from ..wire import Kept
 from .content import ContentIndex
 from .decode import DecodeSide
+from .journal import Journal
 from .loads import Loads
 from .pins import PinBoard, PinState
 from .prefill import PrefillSide
@@ -83,8 +85,12 @@ class NixlScheduler:
             pp_size=parallel.pipeline_parallel_size,
         )
         self._pins = PinBoard()
-        self._records = Records()
         self._stats = StatsCollector()
+        trace = config.handoff_trace_file
+        self._journal = Journal(
+            engine_id, mode, self._stats, TraceFile(trace) if trace else None
+        )
+        self._records = Records(self._journal.added)
         self._commands: list[Command] = []
         self._loads = Loads(
             block_size,
@@ -170,6 +176,7 @@ class NixlScheduler:
             server.close()
         if self._turns is not None:
             self._turns.close()
+        self._journal.close()
 
     # ---- requests
 
@@ -238,6 +245,7 @@ class NixlScheduler:
         """A request has ended; returns the params for its client."""
         self._decode.finished(request)
         self._loads.finished(RequestId(request.request_id))
+        self._journal.finished(RequestId(request.request_id))
         result = self._prefill.finished(request, block_ids)
         if self._turns is not None:
             return self._turns.finished(request, block_ids, time.monotonic()) or result
@@ -250,6 +258,7 @@ class NixlScheduler:
         now = time.monotonic()
         commands, offers = self._prefill.build(output, now)
         self._loads.warn_of_quarantine(now)
+        self._journal.scheduled(output.num_scheduled_tokens, now)
         if self._turns is not None:
             self._turns.tick(now)
         commands += self._commands
@@ -274,6 +283,14 @@ class NixlScheduler:
         pinned = self._pins.counts()
         self._stats.held(names.QUARANTINED, pinned[PinState.QUIESCING])
         self._stats.held(names.RETAINED, pinned[PinState.RETAINED])
+        self._stats.held(
+            names.QUEUED_TRANSFERS,
+            sum(
+                sizes.get(name, 0)
+                for sizes in self._tables.values()
+                for name in ("transfers", "pending_offers")
+            ),
+        )
         totals = Counter(self._records.totals())
         new = totals - self._counted
         self._counted = totals

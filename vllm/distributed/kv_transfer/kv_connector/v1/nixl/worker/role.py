@@ -7,6 +7,7 @@ Everything here runs on the forward thread and returns at once, except
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -32,15 +33,18 @@ from ..commands import (
     RankReport,
 )
 from ..config import ConfigError, ConnectorConfig
+from ..handoff.actions import Offer
 from ..ids import EngineId, Mode, new_agent_name
+from ..inline_transfer import Transfers, start_transfers
 from ..layout import CacheLayout, describe
-from ..orders import Facts, Fence, PendingOffer
+from ..orders import Facts, PendingOffer
 from ..process import this_process
 from ..stats import NixlKVConnectorStats
 from ..transfer_loop import TransferLoop
-from ..transfer_thread import TransferThread
 from ..wire import PROTOCOL_VERSION, RankInfo, encode
 from .facts import compat_facts, layout_facts
+from .fence import compute_fence
+from .layer_parts import LayerParts
 
 logger = init_logger(__name__)
 
@@ -70,7 +74,9 @@ class NixlWorker:
         self._mode = mode
         self._tp_rank: int = get_tensor_model_parallel_rank()
         self._pp_rank: int = get_pp_group().rank_in_group
-        self._thread: TransferThread | None = None
+        self._thread: Transfers | None = None
+        self._layer_parts: LayerParts | None = None
+        self._offers: tuple[Offer, ...] = ()
         self._info: RankInfo | None = None
         self._failed: frozenset[str] = frozenset()
         self._reply = False
@@ -87,7 +93,13 @@ class NixlWorker:
             self._kv_cache_config.num_blocks,
             self._kv_cache_config.transfer_group_index_by_layer,
         )
-        self._thread = TransferThread(lambda publish: self._make_loop(layout, publish))
+        if self._mode is Mode.PUSH and self._config.push_layer_groups > 1:
+            groups = self._config.push_layer_groups
+            self._layer_parts = LayerParts(layout.regions, groups)
+        self._thread = start_transfers(
+            self._config.transfer_thread,
+            lambda publish: self._make_loop(layout, publish),
+        )
         logger.info(
             "NIXL %s connector of engine %s: %d regions of %d blocks, %d bytes per "
             "block, backends %s",
@@ -108,16 +120,28 @@ class NixlWorker:
         """Start what does not depend on this step's forward pass."""
         self._failed = metadata.report_failed
         self._reply = metadata.reply
+        self._offers = metadata.offers
+        if self._offers and self._layer_parts is not None:
+            self._layer_parts.begin()
         if metadata.commands and self._thread is not None:
             self._thread.submit(metadata.commands)
 
+    def layer_computed(self, layer: str) -> None:
+        """Hand over what this step has computed of a group of layers."""
+        if self._offers and self._layer_parts is not None:
+            for part in self._layer_parts.done(layer):
+                self._hand_over(part, self._layer_parts.parts)
+
     def end_forward(self, metadata: NixlConnectorMetadata) -> None:
         """Hand over the KV that this step's forward pass has computed."""
-        if metadata.offers and self._thread is not None:
-            fence = _compute_fence()
-            self._thread.submit(
-                [PendingOffer(offer, fence) for offer in metadata.offers]
-            )
+        if not metadata.offers:
+            return
+        if self._layer_parts is None:
+            self._hand_over(0, 1)
+        else:
+            for part in self._layer_parts.rest():
+                self._hand_over(part, self._layer_parts.parts)
+        self._offers = ()
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Failed loads that the scheduler side has ordered to be reported."""
@@ -145,6 +169,17 @@ class NixlWorker:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
+
+    def _hand_over(self, part: int, parts: int) -> None:
+        if self._thread is None:
+            return
+        fence, now = compute_fence(), time.monotonic()
+        self._thread.submit(
+            [
+                PendingOffer(replace(offer, part=part, parts=parts), fence, now)
+                for offer in self._offers
+            ]
+        )
 
     @property
     def _rank(self) -> int:
@@ -214,12 +249,3 @@ def _memory_type(vllm_config: VllmConfig) -> str:
         f"kv_buffer_device is {buffer!r} on a {device!r} platform; supported is the "
         "device's own memory"
     )
-
-
-def _compute_fence() -> Fence:
-    """Tells when the work launched so far on the compute device has finished."""
-    if current_platform.device_type == "cpu":
-        return lambda: True
-    event = torch.Event(device=current_platform.device_type)
-    event.record()
-    return lambda: bool(event.query())
