@@ -77,7 +77,11 @@ def test_equals_exchange_kv() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"protocol": 2}, "protocol differs (local 1, remote 2)"),
+        (
+            {"protocol": PROTOCOL_VERSION + 1},
+            f"protocol differs (local {PROTOCOL_VERSION}, "
+            f"remote {PROTOCOL_VERSION + 1})",
+        ),
         ({"block_size": 32}, "block_size differs (local 16, remote 32)"),
         (
             {"layout": {"connector_mode": "pull", "dtype": "float32"}},
