@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.what == "model":
         print(_cpu_model())
         return 0
-    signal.signal(signal.SIGTERM, _leave)
     try:
         sweep = Sweep(options)
         if options.what == "plan":
@@ -343,4 +342,5 @@ def _leave(number: int, _: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from v1.kv_connector.unit.nixl.delivery import to_receiver, to_sender
 from v1.kv_connector.unit.nixl.ground_truth import (
     BLOCK,
     LEASE,
@@ -36,6 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     StartRead,
     StartWrite,
     TransferSize,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.delivery import (
+    ToReceiver,
+    ToSender,
+    to_receiver,
+    to_sender,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiveRequest,
@@ -267,9 +272,11 @@ class Simulation(GroundTruth):
             if isinstance(message, Cancel | ReadDone):
                 self.leases.pop((target, message.registration_id), None)
             sender = self.senders[target]
+            assert isinstance(message, ToSender)
             self._perform(target, to_sender(sender, source, message, self.now))
         else:
             receiver = self.receivers[target]
+            assert isinstance(message, ToReceiver)
             self._perform(target, to_receiver(receiver, source, message, self.now))
 
     def repeat(self, index: int) -> None:

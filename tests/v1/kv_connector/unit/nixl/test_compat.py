@@ -79,8 +79,7 @@ def test_equals_exchange_kv() -> None:
     [
         (
             {"protocol": PROTOCOL_VERSION + 1},
-            f"protocol differs (local {PROTOCOL_VERSION}, "
-            f"remote {PROTOCOL_VERSION + 1})",
+            f"(local {PROTOCOL_VERSION}, remote {PROTOCOL_VERSION + 1})",
         ),
         ({"block_size": 32}, "block_size differs (local 16, remote 32)"),
         (

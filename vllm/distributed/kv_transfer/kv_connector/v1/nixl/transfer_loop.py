@@ -45,6 +45,7 @@ from .handoff.actions import (
     StartWrite,
     TransferSize,
 )
+from .handoff.delivery import to_kept, to_receiver, to_sender
 from .handoff.kept import KeptTable, is_kept
 from .handoff.receiver import ReceiverTable
 from .handoff.sender import SenderTable
@@ -58,14 +59,9 @@ from .stats import StatsCollector
 from .transfers import TransferEnded
 from .wire import (
     PROTOCOL_VERSION,
-    Accepted,
     Cancel,
-    Cancelled,
-    Done,
-    Finished,
     Goodbye,
     HelloAck,
-    LeaseGranted,
     LeaseRequest,
     Message,
     NotNeeded,
@@ -349,43 +345,18 @@ class TransferLoop:
             self._do([Send(name, Refused(body.registration_id, peer.refusal))])
 
     def _dispatch(self, name: AgentName, peer: Peer, body: Message, now: float) -> None:
-        sender, receiver = self._sender, self._receiver
         match body:
             case LeaseRequest() | ReadDone() | Cancel() if is_kept(body.transfer_id):
-                self._tell_kept(name, body, now)
-            case Register():
-                self._do(sender.register(name, body, now))
-            case LeaseRequest():
-                self._do(sender.lease_request(name, body, now))
-            case Cancel():
-                self._do(
-                    sender.cancel(name, body.registration_id, body.transfer_id, now)
-                )
-            case NotNeeded():
-                self._do(sender.not_needed(body.transfer_id, body.receivers, now))
-            case ReadDone():
-                self._do(sender.read_done(name, body, now))
-            case Renew():
-                sender.renew(body.transfer_ids, now)
-            case Accepted():
-                self._do(receiver.accepted(name, body.registration_id, now))
-            case LeaseGranted():
-                self._do(receiver.granted(name, body, now))
-            case Done():
-                self._do(receiver.piece(name, body, now))
-            case Finished():
-                self._do(receiver.finished(name, body.registration_id, now))
-            case Refused():
-                reason = printable(body.reason)
-                self._do(receiver.refused(name, body.registration_id, reason, now))
-            case Cancelled():
-                self._do(receiver.cancelled(name, body.registration_id))
-            case ReadConfirmed():
-                if not body.ok:
-                    self.stats.failure(names.LATE_NOTIFICATIONS)
-                self._do(
-                    receiver.read_confirmed(name, body.registration_id, body.ok, now)
-                )
+                self._do(to_kept(self._kept, name, body, now))
+            case (
+                Register()
+                | LeaseRequest()
+                | Cancel()
+                | NotNeeded()
+                | ReadDone()
+                | Renew()
+            ):
+                self._do(to_sender(self._sender, name, body, now))
             case HelloAck():
                 peer.greeted = True
                 if body.refusal is not None:
@@ -400,17 +371,10 @@ class TransferLoop:
                 pass
             case Goodbye():
                 self._connections.left(name)
-
-    def _tell_kept(
-        self, name: AgentName, body: LeaseRequest | ReadDone | Cancel, now: float
-    ) -> None:
-        match body:
-            case LeaseRequest():
-                self._do(self._kept.lease_request(name, body, now))
-            case ReadDone():
-                self._do(self._kept.read_done(name, body, now))
-            case Cancel():
-                self._do(self._kept.cancel(name, body.registration_id, now))
+            case _:
+                if isinstance(body, ReadConfirmed) and not body.ok:
+                    self.stats.failure(names.LATE_NOTIFICATIONS)
+                self._do(to_receiver(self._receiver, name, body, now))
 
     # ---- transfers
 

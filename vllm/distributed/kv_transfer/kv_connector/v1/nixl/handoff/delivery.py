@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which method of a table takes which message, as in the transfer loop."""
+"""Which method of a table takes which message."""
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
-    Action,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
-    ReceiverTable,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
-    AgentName,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from typing import TypeAlias
+
+from ..ids import AgentName
+from ..wire import (
     Accepted,
     Cancel,
     Cancelled,
@@ -19,18 +12,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Finished,
     LeaseGranted,
     LeaseRequest,
-    Message,
     NotNeeded,
     ReadConfirmed,
     ReadDone,
     Refused,
     Register,
     Renew,
+    printable,
 )
+from .actions import Action
+from .kept import KeptTable
+from .receiver import ReceiverTable
+from .sender import SenderTable
+
+ToSender: TypeAlias = Register | LeaseRequest | Cancel | NotNeeded | ReadDone | Renew
+ToReceiver: TypeAlias = (
+    Accepted | LeaseGranted | Done | Finished | Refused | Cancelled | ReadConfirmed
+)
+ToKept: TypeAlias = LeaseRequest | ReadDone | Cancel
 
 
 def to_sender(
-    sender: SenderTable, peer: AgentName, message: Message, now: float
+    sender: SenderTable, peer: AgentName, message: ToSender, now: float
 ) -> list[Action]:
     """A prefill rank hears something."""
     match message:
@@ -49,14 +52,12 @@ def to_sender(
         case Renew():
             sender.renew(message.transfer_ids, now)
             return []
-        case _:
-            raise TypeError(f"{message} was sent to a prefill rank")
 
 
 def to_receiver(
-    receiver: ReceiverTable, peer: AgentName, message: Message, now: float
+    receiver: ReceiverTable, peer: AgentName, message: ToReceiver, now: float
 ) -> list[Action]:
-    """A decode rank hears something."""
+    """A rank that obtains KV hears something."""
     match message:
         case Accepted():
             return receiver.accepted(peer, message.registration_id, now)
@@ -67,12 +68,24 @@ def to_receiver(
         case Finished():
             return receiver.finished(peer, message.registration_id, now)
         case Refused():
-            return receiver.refused(peer, message.registration_id, message.reason, now)
+            reason = printable(message.reason)
+            return receiver.refused(peer, message.registration_id, reason, now)
         case Cancelled():
             return receiver.cancelled(peer, message.registration_id)
         case ReadConfirmed():
             return receiver.read_confirmed(
                 peer, message.registration_id, message.ok, now
             )
-        case _:
-            raise TypeError(f"{message} was sent to a decode rank")
+
+
+def to_kept(
+    kept: KeptTable, peer: AgentName, message: ToKept, now: float
+) -> list[Action]:
+    """A rank that keeps KV hears something of a reader."""
+    match message:
+        case LeaseRequest():
+            return kept.lease_request(peer, message, now)
+        case ReadDone():
+            return kept.read_done(peer, message, now)
+        case Cancel():
+            return kept.cancel(peer, message.registration_id, now)
