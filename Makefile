@@ -8,8 +8,8 @@ DURATION ?= 1200
 OUTPUT ?= results/multiturn
 REPETITIONS ?= 5
 
-.PHONY: help install lint test test-full soak bench-multiturn demo rebase-base clean \
-  check-python
+.PHONY: help install lint test test-full soak bench-multiturn bench-compare \
+  bench-micro bench-sweep demo rebase-base clean check-python
 
 help:
 	@echo 'make install             .venv with the fork installed editable'
@@ -18,6 +18,9 @@ help:
 	@echo 'make test-full           these and the slow ones'
 	@echo 'make soak DURATION=1200  so many seconds of traffic with random faults'
 	@echo 'make bench-multiturn     conversations with and without reading KV back from D'
+	@echo 'make bench-compare       the base and ours under the same loads, in turn'
+	@echo 'make bench-micro         what a hand-off costs the host, without a model'
+	@echo 'make bench-sweep         the reproduction kit on this machine: push, pull, single'
 	@echo 'make lint                linters, types, licence headers'
 	@echo 'make rebase-base VERSION=0.33.0   pin another base version'
 	@echo 'make clean               remove .venv, the unpacked base and build products'
@@ -45,6 +48,16 @@ soak: install
 bench-multiturn: install
 	@$(BIN)/python benchmarks/disagg/multiturn.py --output '$(OUTPUT)' \
 	  --repetitions '$(REPETITIONS)'
+
+bench-compare: install
+	@$(BIN)/python benchmarks/disagg/compare_base.py --output results/compare_base \
+	  --rounds '$(REPETITIONS)'
+
+bench-micro: install
+	@$(BIN)/python benchmarks/disagg/microbench.py --output results/microbench
+
+bench-sweep: install
+	@DEVICE=cpu MODE=three-way benchmarks/disagg/run_sweep.sh
 
 demo: install
 	@$(BIN)/python examples/disaggregated/disaggregated_serving/demo.py
