@@ -30,6 +30,7 @@ from microbench_cells import (
     Row,
     chunks,
     hand_over,
+    layers,
     matrix,
     parked,
     steps,
@@ -95,6 +96,15 @@ def _chunks(pair: Pair, quick: bool) -> Iterator[Row]:
         yield from chunks(pair, setting, LONG_TOKENS, (2, 4, 8), 5, 1.0)
 
 
+def _layers(pair: Pair, quick: bool) -> Iterator[Row]:
+    setting = Setting(pair.folder)
+    if quick:
+        yield from layers(pair, setting, QUICK_TOKENS, (2,), 1, (0.2,))
+    else:
+        counts, computes = (1, 2, 4, 8, 16), (0.1, 0.3, 1.0)
+        yield from layers(pair, setting, LONG_TOKENS, counts, 5, computes)
+
+
 def _parked(pair: Pair, quick: bool) -> Iterator[Row]:
     yield from parked(pair, Setting(pair.folder), 0.2 if quick else 3.0, quick)
 
@@ -154,6 +164,20 @@ PARTS = {
             Column("outside_cores", "outside load", 2),
         ),
         _chunks,
+    ),
+    "layers": Part(
+        "A prompt of 16k tokens in one chunk, in groups of layers",
+        (
+            Column("compute_s", "computed in s", 1),
+            Column("groups", "groups"),
+            Column("hand_offs", "n"),
+            Column("left_of_bytes", "bytes left", 3),
+            Column("heard_p50_ms", "last notification p50 ms", 1),
+            Column("heard_least_ms", "least", 1),
+            Column("heard_most_ms", "most", 1),
+            Column("outside_cores", "outside load", 2),
+        ),
+        _layers,
     ),
     "parked": Part(
         "CPU of a worker's other threads while a request is parked",

@@ -227,6 +227,47 @@ def chunks(
             }
 
 
+def layers(
+    pair: Pair,
+    setting: Setting,
+    tokens: int,
+    counts: Sequence[int],
+    rounds: int,
+    computes: Sequence[float],
+) -> Iterator[Row]:
+    """A prompt computed in one chunk, pushed in so many groups of layers.
+
+    ``computes`` are the times in seconds that its computation takes.
+    """
+    for compute in computes:
+        for count in counts:
+            grouped = {**setting.extra, "push_layer_groups": count}
+            with pair.open(replace(setting, extra=grouped)):
+                pair.arrange(fragmented=True)
+                result = pair.play(
+                    Arrivals(rounds, compute * 1.6 + 0.5),
+                    tokens,
+                    Forward(
+                        step_seconds=0.0,
+                        token_seconds=compute / tokens,
+                        layered=True,
+                    ),
+                )
+            heard = [one.heard for one in result.timed]
+            yield {
+                "compute_s": compute,
+                "groups": count,
+                "hand_offs": len(result.timed),
+                "left_of_bytes": quantile(
+                    [one.late_bytes / one.bytes for one in result.timed], 0.5
+                ),
+                "heard_p50_ms": quantile(heard, 0.5),
+                "heard_least_ms": min(heard),
+                "heard_most_ms": max(heard),
+                "outside_cores": result.outside,
+            }
+
+
 def parked(pair: Pair, setting: Setting, seconds: float, quick: bool) -> Iterator[Row]:
     """CPU time of this process's other threads while a request waits, or none does."""
     prefill: dict[str, object] = {"transfer_id": "parked-p", "do_remote_decode": True}

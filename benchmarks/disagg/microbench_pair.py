@@ -85,6 +85,7 @@ class Forward:
     step_seconds: float = 0.01
     token_seconds: float = 0.0
     slice_seconds: float = 0.004
+    layered: bool = False
 
 
 class Pair:
@@ -166,6 +167,7 @@ class Pair:
                 forward.token_seconds,
                 forward.slice_seconds,
                 until,
+                forward.layered,
             ),
         )
         theirs = self._peer.played()

@@ -33,6 +33,7 @@ class Play:
         step_seconds: length of a forward pass that has something to compute.
         token_seconds: what it takes longer for each token.
         slice_seconds: length of one that has not.
+        layered: whether it goes through the layers and tells the connector of each.
         until: when to stop at the earliest, on the clock of ``Ask.at``.
     """
 
@@ -42,6 +43,7 @@ class Play:
     token_seconds: float = 0.0
     slice_seconds: float = 0.001
     until: int = 0
+    layered: bool = False
 
 
 @dataclass
@@ -74,8 +76,9 @@ class Played:
 class _Forward:
     """The forward pass."""
 
-    def __init__(self, play: Play) -> None:
+    def __init__(self, play: Play, engine: Engine) -> None:
         self._play = play
+        self._engine = engine
         self.rounds = 0
         self.spun = 0.0
 
@@ -84,6 +87,11 @@ class _Forward:
         seconds = play.slice_seconds
         if tokens:
             seconds = play.step_seconds + play.token_seconds * tokens
+        if tokens and play.layered:
+            for region in self._engine.caches:
+                time.sleep(seconds / len(self._engine.caches))
+                self._engine.worker.save_kv_layer(region, None, None)
+            return
         if not play.busy:
             time.sleep(seconds)
             return
@@ -98,7 +106,7 @@ def run(engine: Engine, play: Play) -> Played:
     Raises:
         BenchmarkError: a hand-off failed, or did not end in time.
     """
-    forward = _Forward(play)
+    forward = _Forward(play, engine)
     engine.steps.clear()
     engine.seen.clear()
     waiting = sorted(play.asks, key=lambda ask: ask.at, reverse=True)

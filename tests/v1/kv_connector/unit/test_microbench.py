@@ -47,6 +47,11 @@ def test_a_quick_run_measures_every_part(tmp_path: Path) -> None:
     assert chunk_wise["left_of_bytes"] == pytest.approx(0.5, abs=0.01)
     assert whole["left_of_bytes"] == 1
 
+    (grouped,) = rows["layers"]
+    assert grouped["groups"] == 2
+    # The last group cannot be written before it is computed.
+    assert 0.49 < grouped["left_of_bytes"] <= 1
+
     assert [row["parked"][:1] for row in rows["parked"]] == ["n", "P"]
 
     by_table = {(row["fragmented"], row["busy"]): row for row in rows["matrix"]}

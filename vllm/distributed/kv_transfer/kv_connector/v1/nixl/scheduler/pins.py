@@ -69,11 +69,12 @@ class PinBoard:
     def pin(self, groups: Iterable[Iterable[int]], state: PinState) -> Pin:
         """Take a reference on blocks, given by id per group."""
         pool = self._bound()
+        table = pool.blocks
         blocks = [
             block
             for group in groups
-            for block in (pool.blocks[block_id] for block_id in group)
-            if not block.is_null
+            for block_id in group
+            if not (block := table[block_id]).is_null
         ]
         pool.touch(blocks)
         pin = Pin(blocks, state)
