@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from bench_requests import TurnError
 from compare_probe.engine_probe import (
     BLOCK_SECONDS,
     BLOCKS_USED,
@@ -179,9 +180,16 @@ METRICS = {
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The engine's own counters, by our short names; what it lacks is 0."""
-    async with session.get(f"{url}/metrics") as response:
-        text = await response.text()
+    """The engine's own counters, by our short names; what it lacks is 0.
+
+    Raises:
+        TurnError: it does not answer in time.
+    """
+    try:
+        async with session.get(f"{url}/metrics") as response:
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise TurnError(f"{url}/metrics gave no answer: {error!r}") from error
     return parse_metrics(text)
 
 
