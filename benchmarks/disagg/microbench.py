@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+if __name__ == "__main__":
+    # Before the engine is imported, and in no process but this one and its child.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from microbench_cells import (
