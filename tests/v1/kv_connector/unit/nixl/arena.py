@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     ReceiveFailed,
     SenderClosed,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (

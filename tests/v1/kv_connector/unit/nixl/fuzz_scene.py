@@ -19,7 +19,7 @@ from v1.kv_connector.unit.nixl.hostile import (
     TRANSFERS,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     StartRead,
     StartWrite,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (

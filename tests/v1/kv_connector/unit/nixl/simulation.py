@@ -36,6 +36,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     StartWrite,
     TransferSize,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
+    ReceiveRequest,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.delivery import (
     ToReceiver,
     ToSender,
@@ -43,7 +46,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.delivery import (
     to_sender,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
-    ReceiveRequest,
     ReceiverTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable

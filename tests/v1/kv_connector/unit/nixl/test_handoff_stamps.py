@@ -31,8 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     SenderClosed,
     TransferSize,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable

@@ -40,11 +40,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     PrefillAddress,
     PrefillParams,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.patience import (
+    YIELD_SECONDS,
+    YIELD_STEPS,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import PinBoard
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prefill import (
     LINGER_SECONDS,
-    YIELD_SECONDS,
-    YIELD_STEPS,
     PrefillSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prompt import (

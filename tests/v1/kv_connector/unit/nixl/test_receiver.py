@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff import receiver
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff import attempts
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
     Event,
@@ -19,8 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     StartRead,
     TransferSize,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.watches import Watches
@@ -113,7 +115,7 @@ def test_chunks_are_counted_in_whatever_order_they_come(order: tuple[int, ...]) 
 
 
 def test_counted_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "MAX_PIECES", 3)
+    monkeypatch.setattr(attempts, "MAX_PIECES", 3)
     table = _asked(Mode.PUSH)
     for chunk in range(5):
         assert table.piece(P, Done(R, chunk, False, 0, 2, 50, 1), 2) == []

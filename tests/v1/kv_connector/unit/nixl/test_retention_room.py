@@ -20,9 +20,9 @@ from v1.kv_connector.unit.nixl.retention_cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
-    retention as module,
+    patience as module,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.retention import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.patience import (
     YIELD_SECONDS,
     YIELD_STEPS,
 )

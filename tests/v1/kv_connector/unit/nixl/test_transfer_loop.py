@@ -42,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Retracted,
     SenderClosed,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId

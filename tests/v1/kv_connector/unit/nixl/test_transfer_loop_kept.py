@@ -34,10 +34,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     ReceiveQuiet,
     SenderClosed,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import new_name
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
     ReceiveRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import new_name
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray, Want

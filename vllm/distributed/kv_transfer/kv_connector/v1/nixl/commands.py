@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .handoff.actions import Event, Offer
-from .handoff.receiver import ReceiveRequest
+from .handoff.attempts import ReceiveRequest
 from .ids import RegistrationId, TransferId
 from .side_channel import Address
 

@@ -16,7 +16,7 @@ from ..wire import (
     Want,
     pack_blocks,
 )
-from .actions import CloseReason, Offer, StartWrite, TransferSize
+from .actions import CloseReason, Offer, SenderClosed, StartWrite, TransferSize
 from .computed import Computed
 
 
@@ -125,6 +125,20 @@ class Handoff:
         if self.tokens:
             return CloseReason.SERVED
         return CloseReason.EXPIRED if self.lapsed else CloseReason.RELEASED
+
+    def closed(self, reason: CloseReason, now: float) -> SenderClosed | None:
+        """What the scheduler side is told of its end, if there is KV to let go of."""
+        if self.offer is None:
+            return None
+        return SenderClosed(
+            self.transfer_id,
+            self.offer.generation,
+            reason,
+            self.tokens,
+            self.size,
+            now - self.offered_at,
+            self.stamps,
+        )
 
     def is_read_from(self, generation: int) -> bool:
         """Whether a WRITE reads from the blocks of a generation."""

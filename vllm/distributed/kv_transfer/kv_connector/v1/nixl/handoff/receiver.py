@@ -13,13 +13,10 @@ proven gone, or this rank's own READ has ended. No timer ends it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from ..ids import AgentName, Mode, RegistrationId, TransferId
-from ..timeline import Stage, Stamps
+from ..ids import AgentName, RegistrationId, TransferId
+from ..timeline import Stage
 from ..wire import (
-    BlockArray,
     Cancel,
     Done,
     LeaseGranted,
@@ -27,7 +24,6 @@ from ..wire import (
     Message,
     ReadDone,
     Register,
-    Want,
     WireError,
     pack_blocks,
     unpack_blocks,
@@ -43,106 +39,7 @@ from .actions import (
     StartRead,
     TransferSize,
 )
-
-MAX_PIECES = 1 << 20
-"""Pieces of one rank's WRITEs that are counted for an attempt."""
-
-
-class _State(Enum):
-    CONNECTING = auto()
-    REQUESTED = auto()
-    ACCEPTED = auto()
-    READING = auto()
-    CONFIRMING = auto()
-    QUIESCING = auto()
-
-
-@dataclass
-class _Source:
-    """What one writing or readable rank has told so far.
-
-    ``pieces`` holds what has landed of each chunk, ``complete`` the chunks that have
-    landed whole.
-    """
-
-    pieces: dict[int, set[int]] = field(default_factory=dict)
-    complete: set[int] = field(default_factory=set)
-    last_chunk: int | None = None
-    num_pieces: int = 0
-    finished: bool = False
-    granted: LeaseGranted | None = None
-    read: bool = False
-    quiet: bool = False
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that have come; what is read is one."""
-        return len(self.complete) + self.read
-
-    @property
-    def done(self) -> bool:
-        if self.last_chunk is None:
-            return self.finished
-        return self.finished or len(self.complete) > self.last_chunk
-
-    def landed(self, msg: Done) -> bool:
-        """A piece has; whether that is news."""
-        if self.num_pieces >= MAX_PIECES:
-            return False
-        pieces = self.pieces.setdefault(msg.chunk, set())
-        if msg.seq in pieces:
-            return False
-        pieces.add(msg.seq)
-        self.num_pieces += 1
-        if len(pieces) == msg.total:
-            self.complete.add(msg.chunk)
-        if msg.last:
-            self.last_chunk = msg.chunk
-        return True
-
-
-@dataclass(frozen=True)
-class ReceiveRequest:
-    """One attempt: which tokens, into which blocks, within how long (seconds).
-
-    With ``mode`` push the other side WRITEs, with pull this one READs. ``blocks``
-    holds, per KV cache group, the block ids for the positions from
-    ``want.first_token`` on.
-    """
-
-    registration_id: RegistrationId
-    transfer_id: TransferId
-    want: Want
-    blocks: tuple[BlockArray, ...]
-    timeout: float
-    mode: Mode
-
-
-@dataclass
-class _Attempt:
-    request: ReceiveRequest
-    started_at: float
-    deadline: float
-    state: _State = _State.CONNECTING
-    sources: dict[AgentName, _Source] = field(default_factory=dict)
-    next_send: float = 0.0
-    open_reads: int = 0
-    read_failure: str | None = None
-    size: TransferSize = field(default_factory=TransferSize)
-    stamps: Stamps = field(default_factory=Stamps)
-
-    @property
-    def reads(self) -> bool:
-        """Whether this rank READs, and is not written to."""
-        return self.request.mode is Mode.PULL
-
-    def landed(self, msg: Done, now: float, is_end: bool) -> None:
-        """A piece has, for the first time; ``is_end``: of its last chunk too."""
-        self.size += TransferSize(msg.bytes, msg.descriptors)
-        self.stamps.mark(Stage.ANSWERED, now)
-        self.stamps.mark(Stage.FIRST_NOTIFICATION, now)
-        if is_end:
-            self.stamps.mark(Stage.PREFILL_ENDED, now)
+from .attempts import Attempt, ReceiveRequest, Source, State
 
 
 class ReceiverTable:
@@ -155,13 +52,13 @@ class ReceiverTable:
 
     def __init__(self, repeat: float) -> None:
         self._repeat = repeat
-        self._attempts: dict[RegistrationId, _Attempt] = {}
+        self._attempts: dict[RegistrationId, Attempt] = {}
 
     # ---- what the scheduler side and the connection say
 
     def receive(self, request: ReceiveRequest, now: float) -> None:
         """Begin an attempt; it waits for :meth:`connected`."""
-        self._attempts[request.registration_id] = _Attempt(
+        self._attempts[request.registration_id] = Attempt(
             request, started_at=now, deadline=now + request.timeout
         )
 
@@ -173,10 +70,10 @@ class ReceiverTable:
     ) -> list[Action]:
         """The prefill ranks that hold a part of it can be spoken to."""
         attempt = self._attempts.get(registration_id)
-        if attempt is None or attempt.state is not _State.CONNECTING:
+        if attempt is None or attempt.state is not State.CONNECTING:
             return []
-        attempt.sources = {name: _Source() for name in sources}
-        attempt.state = _State.REQUESTED
+        attempt.sources = {name: Source() for name in sources}
+        attempt.state = State.REQUESTED
         attempt.stamps.mark(Stage.ASKED, now)
         return self._ask(attempt, now)
 
@@ -185,7 +82,7 @@ class ReceiverTable:
     ) -> list[Action]:
         """No connection could be made; nothing was ever exposed."""
         attempt = self._attempts.get(registration_id)
-        if attempt is None or attempt.state is not _State.CONNECTING:
+        if attempt is None or attempt.state is not State.CONNECTING:
             return []
         return self._fail(attempt, FailureKind.UNREACHABLE, reason, now)
 
@@ -196,7 +93,7 @@ class ReceiverTable:
         attempt = self._attempts.get(registration_id)
         if attempt is None:
             return [Report(ReceiveQuiet(registration_id))]
-        if attempt.state is _State.QUIESCING:
+        if attempt.state is State.QUIESCING:
             return []
         return self._fail(attempt, FailureKind.CANCELLED, reason, now)
 
@@ -207,8 +104,8 @@ class ReceiverTable:
     ) -> list[Action]:
         """P knows of it and will write."""
         attempt, _ = self._lookup(peer, registration_id)
-        if attempt is not None and attempt.state is _State.REQUESTED:
-            attempt.state = _State.ACCEPTED
+        if attempt is not None and attempt.state is State.REQUESTED:
+            attempt.state = State.ACCEPTED
             attempt.stamps.mark(Stage.ANSWERED, now)
         return []
 
@@ -240,7 +137,7 @@ class ReceiverTable:
         if attempt is None or source is None:
             return []
         source.quiet = True
-        if attempt.state is _State.QUIESCING:
+        if attempt.state is State.QUIESCING:
             return self._quiesce(attempt)
         return self._fail(attempt, FailureKind.REFUSED, reason, now)
 
@@ -251,7 +148,7 @@ class ReceiverTable:
         attempt, source = self._lookup(peer, registration_id)
         if attempt is None or source is None:
             return []
-        if attempt.state is not _State.QUIESCING:
+        if attempt.state is not State.QUIESCING:
             return []
         source.quiet = True
         return self._quiesce(attempt)
@@ -267,7 +164,11 @@ class ReceiverTable:
                     attempt, FailureKind.LEASE, "the leased KV was replaced", now
                 )
             return []
-        if attempt.state not in (_State.REQUESTED, _State.ACCEPTED, _State.READING):
+        if attempt.state not in (
+            State.REQUESTED,
+            State.ACCEPTED,
+            State.READING,
+        ):
             return []
         try:
             remote = tuple(unpack_blocks(group) for group in msg.blocks)
@@ -285,7 +186,7 @@ class ReceiverTable:
         # What may be read is computed.
         attempt.stamps.mark(Stage.ANSWERED, now)
         attempt.stamps.mark(Stage.PREFILL_ENDED, now)
-        attempt.state = _State.READING
+        attempt.state = State.READING
         attempt.open_reads += 1
         return [
             StartRead(
@@ -318,11 +219,11 @@ class ReceiverTable:
                     registration_id,
                     attempt.request.transfer_id,
                     source.granted.generation,
-                    failure is None and attempt.state is not _State.QUIESCING,
+                    failure is None and attempt.state is not State.QUIESCING,
                 ),
             )
         ]
-        if attempt.state is _State.QUIESCING:
+        if attempt.state is State.QUIESCING:
             return actions + self._quiesce(attempt)
         if failure is not None:
             return actions + self._fail(attempt, FailureKind.TRANSFER, failure, now)
@@ -330,7 +231,7 @@ class ReceiverTable:
         if attempt.open_reads == 0 and all(
             source.granted is not None for source in attempt.sources.values()
         ):
-            attempt.state = _State.CONFIRMING
+            attempt.state = State.CONFIRMING
         return actions
 
     def read_confirmed(
@@ -338,7 +239,7 @@ class ReceiverTable:
     ) -> list[Action]:
         """Whether the blocks we read were held for us until we had read them."""
         attempt, source = self._lookup(peer, registration_id)
-        if attempt is None or source is None or attempt.state is _State.QUIESCING:
+        if attempt is None or source is None or attempt.state is State.QUIESCING:
             return []
         if not ok:
             return self._fail(
@@ -358,7 +259,7 @@ class ReceiverTable:
         """``peer`` does not answer. That is no proof that it cannot write."""
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
-            if peer in attempt.sources and attempt.state is not _State.QUIESCING:
+            if peer in attempt.sources and attempt.state is not State.QUIESCING:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
@@ -370,7 +271,7 @@ class ReceiverTable:
             if source is None:
                 continue
             source.quiet = True
-            if attempt.state is _State.QUIESCING:
+            if attempt.state is State.QUIESCING:
                 actions += self._quiesce(attempt)
             else:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
@@ -380,14 +281,14 @@ class ReceiverTable:
         """Fail what is late and say again what was not answered."""
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
-            if attempt.state is not _State.QUIESCING and now > attempt.deadline:
+            if attempt.state is not State.QUIESCING and now > attempt.deadline:
                 actions += self._fail(
                     attempt,
                     FailureKind.TIMEOUT,
                     f"no KV came within {attempt.request.timeout:g} s",
                     now,
                 )
-            elif attempt.state is not _State.CONNECTING and now >= attempt.next_send:
+            elif attempt.state is not State.CONNECTING and now >= attempt.next_send:
                 actions += self._ask(attempt, now)
         return actions
 
@@ -395,7 +296,7 @@ class ReceiverTable:
 
     def sizes(self) -> dict[str, int]:
         """Entries per table; all zero when nothing is under way."""
-        quiescing = sum(a.state is _State.QUIESCING for a in self._attempts.values())
+        quiescing = sum(a.state is State.QUIESCING for a in self._attempts.values())
         return {
             "receiver_attempts": len(self._attempts) - quiescing,
             "receiver_quiescing": quiescing,
@@ -419,26 +320,26 @@ class ReceiverTable:
     def busy(self) -> bool:
         """Whether an answer may come at any moment."""
         return any(
-            attempt.state is not _State.QUIESCING for attempt in self._attempts.values()
+            attempt.state is not State.QUIESCING for attempt in self._attempts.values()
         )
 
     # ---- internals
 
     def _lookup(
         self, peer: AgentName, registration_id: RegistrationId
-    ) -> tuple[_Attempt | None, _Source | None]:
+    ) -> tuple[Attempt | None, Source | None]:
         attempt = self._attempts.get(registration_id)
         if attempt is None:
             return None, None
         return attempt, attempt.sources.get(peer)
 
-    def _ask(self, attempt: _Attempt, now: float) -> list[Action]:
+    def _ask(self, attempt: Attempt, now: float) -> list[Action]:
         attempt.next_send = now + self._repeat
         request = attempt.request
         message: Message
-        if attempt.state is _State.QUIESCING:
+        if attempt.state is State.QUIESCING:
             message = Cancel(request.registration_id, request.transfer_id)
-        elif attempt.state is _State.CONFIRMING:
+        elif attempt.state is State.CONFIRMING:
             return [
                 Send(
                     name,
@@ -469,8 +370,8 @@ class ReceiverTable:
             if not source.quiet and not source.done
         ]
 
-    def _progress(self, attempt: _Attempt, now: float) -> list[Action]:
-        if attempt.state is _State.QUIESCING:
+    def _progress(self, attempt: Attempt, now: float) -> list[Action]:
+        if attempt.state is State.QUIESCING:
             return self._quiesce(attempt)
         if not all(source.done for source in attempt.sources.values()):
             return []
@@ -492,10 +393,10 @@ class ReceiverTable:
         ]
 
     def _fail(
-        self, attempt: _Attempt, kind: FailureKind, reason: str, now: float
+        self, attempt: Attempt, kind: FailureKind, reason: str, now: float
     ) -> list[Action]:
-        exposed = attempt.state is not _State.CONNECTING
-        attempt.state = _State.QUIESCING
+        exposed = attempt.state is not State.CONNECTING
+        attempt.state = State.QUIESCING
         registration_id = attempt.request.registration_id
         quiet = not exposed or self._is_quiet(attempt)
         if quiet:
@@ -505,12 +406,12 @@ class ReceiverTable:
         failed = ReceiveFailed(registration_id, kind, reason, quiet, attempt.stamps)
         return [*told, Report(failed)]
 
-    def _is_quiet(self, attempt: _Attempt) -> bool:
+    def _is_quiet(self, attempt: Attempt) -> bool:
         if attempt.reads:
             return attempt.open_reads == 0
         return all(source.quiet or source.done for source in attempt.sources.values())
 
-    def _quiesce(self, attempt: _Attempt) -> list[Action]:
+    def _quiesce(self, attempt: Attempt) -> list[Action]:
         if not self._is_quiet(attempt):
             return []
         registration_id = attempt.request.registration_id

@@ -166,7 +166,7 @@ class SenderTable:
         actions: list[Action] = []
         for claim in list(handoff.claims.values()):
             if claim.state is not ClaimState.WRITING:
-                actions += self._end(handoff, claim, self._refuse(claim, reason))
+                actions += self._refuse(handoff, claim, reason)
         actions += self._close_if_over(handoff, now)
         return actions
 
@@ -327,8 +327,7 @@ class SenderTable:
                 if claim.state is ClaimState.WRITING:
                     claim.abandoned = True
                     continue
-                answer = Refused(claim.registration_id, "the decode engine was lost")
-                self._end(handoff, claim, answer)
+                self._refuse(handoff, claim, "the decode engine was lost")
             actions += self._close_if_over(handoff, now)
         return actions
 
@@ -338,11 +337,7 @@ class SenderTable:
         for handoff in self._handoffs.values():
             for claim in list(handoff.claims.values()):
                 if claim.state is ClaimState.LEASED and now > claim.lease_end:
-                    self._end(
-                        handoff,
-                        claim,
-                        Refused(claim.registration_id, "the lease has ended"),
-                    )
+                    self._refuse(handoff, claim, "the lease has ended")
                     handoff.lapsed = True
             if now > handoff.deadline and not handoff.claims:
                 if handoff.stage is Stage.OFFERED:
@@ -355,7 +350,7 @@ class SenderTable:
                     f"arrived within {self._lease:g} s"
                 )
                 for claim in list(handoff.claims.values()):
-                    actions += self._end(handoff, claim, self._refuse(claim, reason))
+                    actions += self._refuse(handoff, claim, reason)
                 self._handoffs.forget(handoff, reason)
             else:
                 actions += self._close_if_over(handoff, now)
@@ -454,7 +449,7 @@ class SenderTable:
         assert computed is not None
         reason = unfit(computed.offer, claim, self._block_size)
         if reason is not None:
-            return self._end(handoff, claim, self._refuse(claim, reason))
+            return self._refuse(handoff, claim, reason)
         if claim.blocks is not None:
             return [*next_writes(computed, claim, self._block_size)]
         if not computed.complete:
@@ -472,9 +467,8 @@ class SenderTable:
         )
         return Send(claim.peer, granted)
 
-    @staticmethod
-    def _refuse(claim: Claim, reason: str) -> Refused:
-        return Refused(claim.registration_id, reason)
+    def _refuse(self, handoff: Handoff, claim: Claim, reason: str) -> list[Action]:
+        return self._end(handoff, claim, Refused(claim.registration_id, reason))
 
     def _end(
         self,
@@ -501,18 +495,5 @@ class SenderTable:
 
     def _close(self, handoff: Handoff, reason: CloseReason, now: float) -> list[Action]:
         self._handoffs.forget(handoff, why_closed(reason, handoff, self._lease))
-        if handoff.offer is None:
-            return []
-        return [
-            Report(
-                SenderClosed(
-                    handoff.transfer_id,
-                    handoff.offer.generation,
-                    reason,
-                    handoff.tokens,
-                    handoff.size,
-                    now - handoff.offered_at,
-                    handoff.stamps,
-                )
-            )
-        ]
+        closed = handoff.closed(reason, now)
+        return [] if closed is None else [Report(closed)]

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from ..commands import CancelReceive, Command, Receive
 from ..handoff.actions import Received, ReceiveFailed, ReceiveQuiet, TransferSize
-from ..handoff.receiver import ReceiveRequest
+from ..handoff.attempts import ReceiveRequest
 from ..ids import Mode, RegistrationId, RequestId, TransferId, new_registration_id
 from ..side_channel import Address
 from ..stats import StatsCollector

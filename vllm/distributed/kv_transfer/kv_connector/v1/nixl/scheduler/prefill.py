@@ -15,6 +15,7 @@ from ..handoff.actions import Offer, Retracted, SenderClosed
 from ..ids import Mode, RequestId, TransferId
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
 from ..timeline import Stage, Timeline
+from .patience import is_recent
 from .pins import Pin, PinBoard, PinState
 from .prompt import prompt_digest
 from .records import HandoffRecord, Records
@@ -27,11 +28,6 @@ logger = init_logger(__name__)
 
 LINGER_SECONDS = 2.0
 """How long the engine keeps stepping for releases that are due at any moment."""
-
-YIELD_SECONDS = 0.25
-YIELD_STEPS = 3
-"""How long a request that lacks blocks waits for those of preempted prompts,
-whichever is longer; a WRITE that takes longer has a peer that does not answer."""
 
 
 @dataclass
@@ -231,8 +227,7 @@ class PrefillSide:
             send.pins and send.request.status == RequestStatus.PREEMPTED
             for send in self._waiting.values()
         ) or any(
-            now - retracting.since < YIELD_SECONDS
-            or self._step - retracting.since_step < YIELD_STEPS
+            is_recent(now - retracting.since, self._step - retracting.since_step)
             for retracting in self._retracting.values()
         )
 

@@ -21,6 +21,7 @@ from ..commands import Command, Keep, Retire
 from ..handoff.actions import Offer, SenderClosed
 from ..ids import TransferId
 from ..wire import Kept
+from .patience import is_recent
 from .pins import Pin, PinBoard, PinState
 from .prefill import LINGER_SECONDS
 
@@ -32,11 +33,6 @@ MAX_ENTRIES = 4096
 the budget alone does not bound the memory for what is known of each."""
 
 MAX_RELEASES_PENDING = 65536
-
-YIELD_SECONDS = 0.25
-YIELD_STEPS = 3
-"""How long a running request that lacks blocks waits for ranks to let go, whichever
-is longer; an entry that takes longer has a reader, whose lease must end first."""
 
 
 @dataclass
@@ -298,4 +294,4 @@ class Retention:
         return self._recent(now, entry.retired_at, entry.retired_step)
 
     def _recent(self, now: float, since: float, step: int) -> bool:
-        return now - since < YIELD_SECONDS or self._step - step < YIELD_STEPS
+        return is_recent(now - since, self._step - step)

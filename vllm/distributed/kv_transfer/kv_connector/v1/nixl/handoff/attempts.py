@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the receiving side keeps of an attempt and of each rank that it draws on."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..ids import AgentName, Mode, RegistrationId, TransferId
+from ..timeline import Stage, Stamps
+from ..wire import BlockArray, Done, LeaseGranted, Want
+from .actions import TransferSize
+
+MAX_PIECES = 1 << 20
+"""Pieces of one rank's WRITEs that are counted for an attempt."""
+
+
+class State(Enum):
+    """How far an attempt is; :mod:`.receiver` has the ways from one to another."""
+
+    CONNECTING = auto()
+    REQUESTED = auto()
+    ACCEPTED = auto()
+    READING = auto()
+    CONFIRMING = auto()
+    QUIESCING = auto()
+
+
+@dataclass
+class Source:
+    """What one writing or readable rank has told so far.
+
+    ``pieces`` holds what has landed of each chunk, ``complete`` the chunks that have
+    landed whole.
+    """
+
+    pieces: dict[int, set[int]] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    last_chunk: int | None = None
+    num_pieces: int = 0
+    finished: bool = False
+    granted: LeaseGranted | None = None
+    read: bool = False
+    quiet: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that have come; what is read is one."""
+        return len(self.complete) + self.read
+
+    @property
+    def done(self) -> bool:
+        """Whether all that it has to give has come."""
+        if self.last_chunk is None:
+            return self.finished
+        return self.finished or len(self.complete) > self.last_chunk
+
+    def landed(self, msg: Done) -> bool:
+        """A piece has; whether that is news."""
+        if self.num_pieces >= MAX_PIECES:
+            return False
+        pieces = self.pieces.setdefault(msg.chunk, set())
+        if msg.seq in pieces:
+            return False
+        pieces.add(msg.seq)
+        self.num_pieces += 1
+        if len(pieces) == msg.total:
+            self.complete.add(msg.chunk)
+        if msg.last:
+            self.last_chunk = msg.chunk
+        return True
+
+
+@dataclass(frozen=True)
+class ReceiveRequest:
+    """One attempt: which tokens, into which blocks, within how long (seconds).
+
+    With ``mode`` push the other side WRITEs, with pull this one READs. ``blocks``
+    holds, per KV cache group, the block ids for the positions from
+    ``want.first_token`` on.
+    """
+
+    registration_id: RegistrationId
+    transfer_id: TransferId
+    want: Want
+    blocks: tuple[BlockArray, ...]
+    timeout: float
+    mode: Mode
+
+
+@dataclass
+class Attempt:
+    """What is known of one attempt."""
+
+    request: ReceiveRequest
+    started_at: float
+    deadline: float
+    state: State = State.CONNECTING
+    sources: dict[AgentName, Source] = field(default_factory=dict)
+    next_send: float = 0.0
+    open_reads: int = 0
+    size: TransferSize = field(default_factory=TransferSize)
+    stamps: Stamps = field(default_factory=Stamps)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank READs, and is not written to."""
+        return self.request.mode is Mode.PULL
+
+    def landed(self, msg: Done, now: float, is_end: bool) -> None:
+        """A piece has, for the first time; ``is_end``: of its last chunk too."""
+        self.size += TransferSize(msg.bytes, msg.descriptors)
+        self.stamps.mark(Stage.ANSWERED, now)
+        self.stamps.mark(Stage.FIRST_NOTIFICATION, now)
+        if is_end:
+            self.stamps.mark(Stage.PREFILL_ENDED, now)
