@@ -44,7 +44,8 @@ class Sample:
 
     Attributes:
         prefill: from sending to the end of the prefill, as P's scheduler sees it.
-        handoff: from then to the scheduling of D's first step for this request.
+        handoff: from then to the scheduling of D's first step for this request; less
+            than zero where D starts before P's scheduler hears of the end.
         connectors: the end of that, from the moment at which D has asked for the KV
             too; what comes before is the way through client and front ends.
         first_step: from then to the first token at the client.
