@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.rhythm import (
     EAGER_SECONDS,
+    LATER_SECONDS,
     MOVING_SECONDS,
     MOVING_SHARE,
     PATIENT_SECONDS,
@@ -39,6 +40,13 @@ def test_nothing_to_do_is_waited_out() -> None:
     assert (rhythm.wait, rhythm.eager) == (RELAXED_SECONDS, False)
     rhythm.stepped(Pace.RELAXED, True, 1.0, 1.0 + STEP)
     assert (rhythm.wait, rhythm.eager) == (RELAXED_SECONDS, False)
+
+
+def test_what_nobody_waits_for_is_looked_after_at_leisure() -> None:
+    rhythm = Rhythm(0.0)
+    rhythm.stepped(Pace.LATER, True, 1.0, 1.0 + STEP)
+    assert (rhythm.wait, rhythm.eager) == (LATER_SECONDS, False)
+    assert PATIENT_SECONDS < LATER_SECONDS < RELAXED_SECONDS
 
 
 def test_what_moves_is_looked_after_without_delay_that_counts() -> None:

@@ -117,6 +117,20 @@ def test_each_chunk_is_written_when_it_is_computed(table: SenderTable) -> None:
     assert not any(table.sizes().values())
 
 
+def test_only_what_goes_on_with_a_message_is_urgent(table: SenderTable) -> None:
+    assert (table.busy, table.urgent) == (True, False)
+    table.offer(_offer(0, 1), 0)
+    # Whoever asks now gets it at once.
+    assert table.urgent
+    table.register(D, _register(), 1)
+    assert not table.urgent
+    table.offer(_offer(1, 4), 2)
+    assert table.urgent
+    _written(table, 0)
+    _written(table, 1)
+    assert not table.urgent
+
+
 def test_who_comes_late_gets_what_is_there_at_once(table: SenderTable) -> None:
     table.offer(_offer(0, 1), 0)
     table.offer(_offer(1, 2), 1)

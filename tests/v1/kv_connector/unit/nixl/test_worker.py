@@ -53,7 +53,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_thread import (
     TransferThread,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import fence, role
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import fence, idling, role
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.role import NixlWorker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -166,6 +166,12 @@ class Engine:
 
     def step(self, *commands: Command, offers: tuple[Offer, ...] = ()) -> None:
         self.begin(*commands, offers=offers)
+        self.end()
+
+    def idle_step(self) -> None:
+        """A step without a forward pass."""
+        self._step = NixlConnectorMetadata(computes=False)
+        self.worker.begin_step(self._step)
         self.end()
 
     def has(self, kind: type[Event]) -> bool:
@@ -361,6 +367,26 @@ def test_what_happens_in_a_step_is_told_with_that_step(push: Pair) -> None:
     push.until(landed, push.p)
     push.d.end()
     assert push.d.has(Received)
+
+
+def test_a_step_that_computes_nothing_waits_for_news(
+    push: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idling, "WAIT_SECONDS", (PATIENCE_S, PATIENCE_S))
+    push.d.step(push.wanted)
+    push.p.step(Expect(T, 1, ()), offers=push.given)
+    began = time.monotonic()
+    while not push.d.has(Received):
+        push.d.idle_step()
+    assert time.monotonic() - began < PATIENCE_S
+    assert push.d.filled(THERE, 42)
+
+    monkeypatch.setattr(idling, "WAIT_SECONDS", (0.05, 0.05))
+    began = time.monotonic()
+    push.d.step()
+    busy = time.monotonic() - began
+    push.d.idle_step()
+    assert time.monotonic() - began - busy >= 0.05
 
 
 def test_a_waiting_request_is_kept_alive_without_steps(push: Pair) -> None:

@@ -127,12 +127,14 @@ class NixlConnectorMetadata(KVConnectorMetadata):
         report_failed: requests to be reported as failed loads in this step.
         reply: whether the worker must answer even if it has nothing to report,
             because the scheduler side has completions to inject.
+        computes: whether the step has a forward pass.
     """
 
     commands: tuple[Command, ...] = ()
     offers: tuple[Offer, ...] = ()
     report_failed: frozenset[str] = frozenset()
     reply: bool = False
+    computes: bool = True
 
 
 @dataclass(frozen=True)

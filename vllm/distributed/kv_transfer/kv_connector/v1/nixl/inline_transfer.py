@@ -32,8 +32,8 @@ class Transfers(Protocol):
         """Pass orders on."""
         ...
 
-    def drain(self) -> Facts | None:
-        """Take what was published since the last call, if anything."""
+    def drain(self, wait: float = 0.0) -> Facts | None:
+        """Take what was published since the last call, in ``wait`` seconds at most."""
         ...
 
     def close(self) -> None:
@@ -64,8 +64,8 @@ class InlineTransfer:
         """Act on orders now; takes as long as what they start."""
         self._step(orders)
 
-    def drain(self) -> Facts | None:
-        """Advance the loop and take what was published since the last call."""
+    def drain(self, wait: float = 0.0) -> Facts | None:
+        """Advance the loop, without a wait, and take what was published since the last call."""
         self._step(())
         facts, self._facts = self._facts, None
         return facts

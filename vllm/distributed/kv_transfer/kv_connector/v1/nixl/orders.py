@@ -14,11 +14,16 @@ Fence = Callable[[], bool]
 
 
 class Pace(IntEnum):
-    """How soon the next step is worth taking."""
+    """How soon the next step is worth taking.
+
+    Something moves (NOW), somebody waits for what may come (SOON), what may come is
+    waited for by nobody yet (LATER), only a first contact can come (RELAXED).
+    """
 
     NOW = 0
     SOON = 1
-    RELAXED = 2
+    LATER = 2
+    RELAXED = 3
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ EAGER_SECONDS = 0.02
 PATIENT_SECONDS = 0.001
 """Wait for an answer that did not come by then."""
 
+LATER_SECONDS = 0.004
+"""Wait for a message that nothing depends on yet."""
+
 RELAXED_SECONDS = 0.04
 """Wait while only a first contact can come."""
 
@@ -69,8 +72,10 @@ class Rhythm:
             # A step that has posted took long, and has more to post.
             self.wait = MOVING_SECONDS[0] if now - began > wait else wait
             self.eager = True
-        elif pace is Pace.RELAXED:
-            self.wait, self.eager = RELAXED_SECONDS, False
+        elif pace in (Pace.LATER, Pace.RELAXED):
+            relaxed = pace is Pace.RELAXED
+            self.wait = RELAXED_SECONDS if relaxed else LATER_SECONDS
+            self.eager = False
         else:
             silence = now - self._stirred_at
             self.eager = silence < EAGER_SECONDS

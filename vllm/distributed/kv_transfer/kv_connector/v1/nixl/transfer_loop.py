@@ -193,13 +193,13 @@ class TransferLoop:
             return Pace.NOW
         if (
             self._receiver.busy
-            or self._sender.busy
+            or self._sender.urgent
             or self._kept.busy
             or self._connections.pending
             or len(self._watches)
         ):
             return Pace.SOON
-        return Pace.RELAXED
+        return Pace.LATER if self._sender.busy else Pace.RELAXED
 
     # ---- commands
 

@@ -29,18 +29,21 @@ class _Outbox:
     """Facts on their way to the forward thread; what is outdated is not kept."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._news = threading.Condition()
         self._facts: Facts | None = None
 
     def put(self, facts: Facts) -> None:
         """Add what one step brought."""
-        with self._lock:
+        with self._news:
             earlier = () if self._facts is None else self._facts.events
             self._facts = Facts(earlier + facts.events, facts.tables)
+            self._news.notify()
 
-    def take(self) -> Facts | None:
-        """All since the last call, if there is anything."""
-        with self._lock:
+    def take(self, wait: float) -> Facts | None:
+        """All since the last call; waits so many seconds if there is nothing."""
+        with self._news:
+            if self._facts is None and wait:
+                self._news.wait(wait)
             facts, self._facts = self._facts, None
             return facts
 
@@ -98,9 +101,9 @@ class TransferThread:
         # Before the woken thread asks for the interpreter, which this one holds.
         self._interval.lower()
 
-    def drain(self) -> Facts | None:
-        """Take what was published since the last call, if anything; never waits."""
-        return self._outbox.take()
+    def drain(self, wait: float = 0.0) -> Facts | None:
+        """Take what was published since the last call; waits if there is nothing."""
+        return self._outbox.take(wait)
 
     def close(self) -> None:
         """End the thread; peers are told first."""

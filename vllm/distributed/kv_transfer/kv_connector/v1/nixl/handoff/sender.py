@@ -378,6 +378,18 @@ class SenderTable:
         """Whether a message about a hand-off may come at any moment."""
         return bool(self._handoffs)
 
+    @property
+    def urgent(self) -> bool:
+        """Whether a hand-off may go on as soon as a message comes.
+
+        One that waits for computation does not, whatever comes.
+        """
+        return any(
+            handoff.computed is not None
+            and (not handoff.claims or handoff.stage is Stage.OFFERED)
+            for handoff in self._handoffs.values()
+        )
+
     # ---- internals
 
     def _stuck(self, now: float) -> bool:

@@ -268,6 +268,7 @@ class NixlScheduler:
             tuple(offers),
             self._loads.failing(),
             self._loads.completions_due,
+            output.total_num_scheduled_tokens > 0,
         )
 
     def update(self, output: "KVConnectorOutput") -> None:

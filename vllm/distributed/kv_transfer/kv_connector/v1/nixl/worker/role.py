@@ -44,6 +44,7 @@ from ..transfer_loop import TransferLoop
 from ..wire import PROTOCOL_VERSION, RankInfo, encode
 from .facts import compat_facts, layout_facts
 from .fence import compute_fence
+from .idling import Idling
 from .layer_parts import LayerParts
 
 logger = init_logger(__name__)
@@ -80,6 +81,7 @@ class NixlWorker:
         self._info: RankInfo | None = None
         self._failed: frozenset[str] = frozenset()
         self._reply = False
+        self._idling = Idling(time.monotonic())
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the caches with NIXL and start the transfer thread.
@@ -120,6 +122,11 @@ class NixlWorker:
         """Start what does not depend on this step's forward pass."""
         self._failed = metadata.report_failed
         self._reply = metadata.reply
+        self._idling.begin(
+            metadata.computes or metadata.reply or bool(metadata.report_failed),
+            bool(metadata.commands),
+            time.monotonic(),
+        )
         self._offers = metadata.offers
         if self._offers and self._layer_parts is not None:
             self._layer_parts.begin()
@@ -151,10 +158,16 @@ class NixlWorker:
         )
 
     def worker_metadata(self) -> NixlWorkerMetadata | None:
-        """The facts since the last step, if there are any or an answer is due."""
-        facts = None if self._thread is None else self._thread.drain()
+        """The facts since the last step, if there are any or an answer is due.
+
+        A step that computes nothing waits for them, for some milliseconds at most.
+        """
+        facts = None
+        if self._thread is not None:
+            facts = self._thread.drain(self._idling.wait(time.monotonic()))
         reply, self._reply = self._reply, False
         if facts is not None:
+            self._idling.heard(time.monotonic())
             return NixlWorkerMetadata(
                 [RankReport(self._rank, facts.events, facts.tables)]
             )
