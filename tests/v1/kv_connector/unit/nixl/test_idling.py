@@ -46,4 +46,5 @@ def test_the_wait_is_bounded(steps: list[tuple[bool, bool, float]]) -> None:
     for computes, has_orders, passed in steps:
         now += passed
         idling.begin(computes, has_orders, now)
-        assert idling.wait(now) in (0.0,) or SHORTEST <= idling.wait(now) <= LONGEST
+        wait = idling.wait(now)
+        assert wait == 0.0 if computes else SHORTEST <= wait <= LONGEST

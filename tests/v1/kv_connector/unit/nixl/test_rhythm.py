@@ -97,6 +97,7 @@ def test_no_wait_is_longer_than_its_pace_allows(taken: list[Stepped]) -> None:
     longest = {
         Pace.NOW: MOVING_SECONDS[1],
         Pace.SOON: PATIENT_SECONDS,
+        Pace.LATER: LATER_SECONDS,
         Pace.RELAXED: RELAXED_SECONDS,
     }
     rhythm, now = Rhythm(0.0), 0.0

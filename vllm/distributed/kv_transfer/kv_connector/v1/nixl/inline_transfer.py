@@ -65,7 +65,7 @@ class InlineTransfer:
         self._step(orders)
 
     def drain(self, wait: float = 0.0) -> Facts | None:
-        """Advance the loop, without a wait, and take what was published since the last call."""
+        """Advance the loop and take what was published since; never waits."""
         self._step(())
         facts, self._facts = self._facts, None
         return facts
