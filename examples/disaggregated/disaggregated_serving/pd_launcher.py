@@ -60,8 +60,9 @@ _DEFAULT_ENVIRONMENT = {
 class EngineConfig:
     """Settings of one engine; sizes are in tokens.
 
-    ``num_gpu_blocks`` limits the KV cache to so many blocks. ``environment``
-    wins over the process's own. ``python`` is the interpreter whose ``vllm`` serves.
+    ``num_gpu_blocks`` limits the KV cache to so many blocks. ``adapters`` are LoRA
+    adapters' folders by name. ``environment`` wins over the process's own. ``python``
+    is the interpreter whose ``vllm`` serves.
     """
 
     model: str
@@ -75,6 +76,7 @@ class EngineConfig:
     prefix_caching: bool = True
     num_gpu_blocks: int | None = None
     transfer_config: Mapping[str, Any] | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     extra_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     python: str = sys.executable
@@ -96,6 +98,9 @@ class EngineConfig:
             arguments += ["--num-gpu-blocks-override", str(self.num_gpu_blocks)]
         if self.transfer_config is not None:
             arguments += ["--kv-transfer-config", json.dumps(self.transfer_config)]
+        if self.adapters:
+            arguments += ["--enable-lora", "--lora-modules"]
+            arguments += [f"{name}={path}" for name, path in self.adapters.items()]
         arguments += self.extra_arguments
         return arguments
 
@@ -192,7 +197,10 @@ class Router(ServerProcess):
         command += ["--host", LOOPBACK, "--port", str(port)]
         if multiturn:
             command += ["--mode", mode]
-        command += ["--model", prefill[0].config.served_model_name]
+        served = prefill[0].config
+        command += ["--model", served.served_model_name]
+        if served.adapters:
+            command += ["--adapter", *served.adapters]
         command += ["--prefill", *(engine.address for engine in prefill)]
         command += ["--decode", *(engine.address for engine in decode)]
         if mode == "push":

@@ -36,6 +36,7 @@ def status(router: Router) -> dict[str, Any]:
     return {
         "mode": str(router.config.mode),
         "model": router.config.model,
+        "adapters": list(router.config.adapters),
         "ready": router.workers.ready() and not router.in_flight.draining,
         "draining": router.in_flight.draining,
         "in_flight": router.in_flight.count,

@@ -34,6 +34,14 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on; %(default)s")
     add("--port", type=int, default=8000, help="port to listen on; %(default)s")
     add("--model", help="the model served: filled in where absent, others get 404")
+    add(
+        "--adapter",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="LoRA adapters that all engines have loaded, served beside --model",
+    )
     for role in Role:
         add(
             f"--{role}",
@@ -157,6 +165,8 @@ def _config(
     conversations: ConversationSettings | None = None,
 ) -> RouterConfig:
     # Not the flag's default, which --help would print.
+    if args.adapter and args.model is None:
+        parser.error("--adapter needs --model; without it any model is passed on")
     admin_key = args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None
     try:
         workers = _worker_specs(mode, args)
@@ -171,6 +181,7 @@ def _config(
         host=args.host,
         port=args.port,
         model=args.model,
+        adapters=tuple(args.adapter),
         timeouts=Timeouts(
             connect=args.connect_timeout,
             prefill=args.prefill_timeout,

@@ -129,7 +129,8 @@ class RouterConfig:
 
     Without ``conversations`` every request is served on its own. ``choose_early``
     has pull choose the decode engine before prefill, as push must. Choices of decode
-    engines are noted in the file ``choice_log``.
+    engines are noted in the file ``choice_log``. ``adapters`` are served beside
+    ``model``.
     """
 
     mode: Mode
@@ -137,6 +138,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     model: str | None = None
+    adapters: tuple[str, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
     admin_key: str | None = None
     side_channel_token_file: str | None = None

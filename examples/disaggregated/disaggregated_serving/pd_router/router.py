@@ -209,10 +209,11 @@ class Router:
         if model is not None:
             if body.get("model") is None:
                 body["model"] = model
-            elif body["model"] != model:
+            elif body["model"] not in (model, *self.config.adapters):
+                served = ", ".join(map(repr, (model, *self.config.adapters)))
                 raise RejectedRequest(
                     f"The model {body['model']!r} does not exist; "
-                    f"this router serves {model!r}.",
+                    f"this router serves {served}.",
                     status=404,
                     kind="NotFoundError",
                     param="model",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 import time
@@ -31,7 +32,8 @@ from pd_launcher import (
     transfer_config,
 )
 from pd_processes import ServerProcess, stop_all, wait_all_ready
-from tiny_model import TinySpec, tiny_model
+from tiny_lora import tiny_lora
+from tiny_model import TinySpec, default_folder, tiny_model
 
 SPEC = TinySpec()
 BLOCK_SIZE = 32
@@ -43,6 +45,18 @@ MAX_BATCHED_TOKENS = 512
 # Room for three of the longest prompts at a time: the caches run full.
 NUM_BLOCKS = 320
 LAYER_GROUPS = 3
+ADAPTER = "adapter"
+FEATURE_ARGUMENTS = (
+    "--enable-prompt-embeds",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+)
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 LEASE_S = 9.0
 """Longer than the base's worker may miss a step that it was not woken for: 5 s."""
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
@@ -91,6 +105,23 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             )
         case ["multi"]:
             return replace(base, transfer_config=_multi(own, role))
+        case ["features"]:
+            folder = default_folder() / f"tiny-lora-{SPEC.key()}"
+            return replace(
+                base,
+                transfer_config=own,
+                adapters={ADAPTER: str(tiny_lora(SPEC, folder))},
+                extra_arguments=(*base.extra_arguments, *FEATURE_ARGUMENTS),
+            )
+        case ["speculating"]:
+            return replace(
+                base,
+                transfer_config=own,
+                extra_arguments=(
+                    *base.extra_arguments,
+                    f"--speculative-config={json.dumps(SPECULATION)}",
+                ),
+            )
         case ["turns"]:
             return _conversing(replace(base, transfer_config=own), role)
         case ["noisy"]:

@@ -250,6 +250,16 @@ async def test_the_model_is_checked_and_filled_in(cluster: Cluster) -> None:
         assert [seen.body["model"] for seen in engine.seen] == ["tiny", "tiny"]
 
 
+async def test_adapters_are_served_beside_the_model(cluster: Cluster) -> None:
+    await cluster.start("push", answers(), answers(), model="tiny", adapters=("a",))
+    assert (await cluster.post({"prompt": "p", "model": "a"})).status == 200
+    got = await cluster.post({"prompt": "p", "model": "b"})
+    assert got.status == 404
+    assert "'tiny', 'a'" in got.error["message"]
+    for engine in (*cluster.prefill, *cluster.decode):
+        assert [seen.body["model"] for seen in engine.seen] == ["a"]
+
+
 async def test_without_a_configured_model_bodies_stay(cluster: Cluster) -> None:
     await cluster.start("push", answers(), answers())
     await cluster.post({"prompt": "p"})
