@@ -36,6 +36,9 @@ from tiny_lora import tiny_lora
 from tiny_model import TinySpec, default_folder, tiny_model
 
 SPEC = TinySpec()
+WINDOW_SPEC = TinySpec(window=100)
+"""Layers that look back over all and layers that do over three blocks have block tables
+of their own."""
 BLOCK_SIZE = 32
 OTHER_BLOCK_SIZE = 64
 BLOCK_BYTES = 2 * 4 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * BLOCK_SIZE
@@ -105,6 +108,10 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             )
         case ["multi"]:
             return replace(base, transfer_config=_multi(own, role))
+        case ["windows"]:
+            return replace(
+                base, transfer_config=own, model=str(tiny_model(WINDOW_SPEC))
+            )
         case ["features"]:
             folder = default_folder() / f"tiny-lora-{SPEC.key()}"
             return replace(

@@ -125,7 +125,7 @@ def test_pages_packed_for_another_instruction_set_are_refused(
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context=layers),
         )
-        cache = SimpleNamespace(kv_cache_layout="LBHNC")
+        cache = SimpleNamespace(kv_cache_layout="LBHNC", transfer_groups=())
         return layout_facts(config, cache, Mode.PUSH)
 
     here = _there(layout=layout("amx"))

@@ -27,7 +27,10 @@ from v1.kv_connector.unit.nixl.engine_side import (
 from v1.kv_connector.unit.nixl.test_compat import HERE
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlConnector,
     NixlPullConnector,
@@ -184,7 +187,7 @@ def test_groups_of_layers_need_piecewise_graphs() -> None:
 
 def test_an_unsupported_model_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="2 KV cache groups"):
-        _make(groups=2)
+        _make(groups=2, bidirectional_kv_xfer=True)
 
 
 def test_a_defect_in_a_hook_does_not_reach_the_engine() -> None:
@@ -212,7 +215,10 @@ def test_a_prefill_leg_from_its_arrival_to_its_release(
     assert [type(command) for command in orders.commands] == [Expect]
     (offer,) = orders.offers
     prompt.status = prompt.status.FINISHED_LENGTH_CAPPED
-    delayed, params = connector.request_finished(prompt, held.get_block_ids()[0])
+    assert supports_hma(connector)
+    delayed, params = connector.request_finished_all_groups(
+        prompt, held.get_block_ids()
+    )
     assert not delayed
     assert params is not None
     assert params["remote_port"] == port

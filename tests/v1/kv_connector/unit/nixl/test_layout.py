@@ -67,6 +67,14 @@ def test_layers_that_share_a_cache_move_once() -> None:
     assert [region.layer for region in _describe(cache, cache).regions] == ["l0"]
 
 
+def test_groups_have_blocks_of_their_own_in_one_cache() -> None:
+    cache = torch.zeros(BLOCKS, 4)
+    layout = describe({"l0": cache, "l1": cache}, BLOCKS, {"l0": 0, "l1": 1})
+    assert [(r.layer, r.group) for r in layout.regions] == [("l0", 0), ("l1", 1)]
+    (extent,) = layout.ranges
+    assert extent.length == cache.nbytes
+
+
 def test_layers_outside_the_groups_are_left_out() -> None:
     caches = {"kept": torch.zeros(BLOCKS, 4), "other": torch.zeros(BLOCKS, 4)}
     layout = describe(caches, BLOCKS, {"kept": 1})

@@ -18,12 +18,15 @@ def _check(
     parallel: dict[str, int] | None = None,
     *,
     lookahead: int = 0,
-    groups: int = 1,
+    groups: tuple[int, ...] = (16,),
+    kept_back: int = 0,
+    bidirectional: bool = False,
     mamba: bool = False,
     speculation: object = None,
     layer_groups: int = 1,
 ) -> None:
     config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16),
         parallel_config=ParallelConfig(),
         num_prefill_lookahead_tokens=lookahead,
         speculative_config=speculation,
@@ -31,10 +34,18 @@ def _check(
     for option, value in (parallel or {}).items():
         assert hasattr(config.parallel_config, option)
         setattr(config.parallel_config, option, value)
+    made = [
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size))
+        for size in groups
+    ]
     cache: Any = SimpleNamespace(
-        transfer_groups=[None] * groups, has_mamba_layers=mamba
+        kv_cache_groups=made,
+        transfer_groups=made[kept_back:],
+        has_mamba_layers=mamba,
     )
-    settings = ConnectorConfig(push_layer_groups=layer_groups)
+    settings = ConnectorConfig(
+        push_layer_groups=layer_groups, bidirectional_kv_xfer=bidirectional
+    )
     check_supported(config, cache, settings)
 
 
@@ -57,9 +68,19 @@ def test_other_parallelism_is_named(option: str) -> None:
         _check({option: 2})
 
 
-def test_several_groups_are_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        _check(groups=2)
+def test_several_groups_have_equal_blocks_and_one_direction() -> None:
+    _check(groups=(16, 16))
+    _check(bidirectional=True)
+    remedy = "--disable-hybrid-kv-cache-manager"
+    with pytest.raises(ConfigError, match=rf"\[16, 32\] tokens.*{remedy}"):
+        _check(groups=(16, 32))
+    with pytest.raises(ConfigError, match=f"bidirectional_kv_xfer.*{remedy}"):
+        _check(groups=(16, 16), bidirectional=True)
+
+
+def test_a_group_that_stays_is_refused() -> None:
+    with pytest.raises(ConfigError, match="1 of the model's 2"):
+        _check(groups=(16, 16), kept_back=1)
 
 
 def test_state_space_layers_are_refused() -> None:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -71,7 +72,7 @@ def _contained(
     return wrap
 
 
-class NixlBaseConnector(KVConnectorBase_V1):
+class NixlBaseConnector(KVConnectorBase_V1, SupportsHMA):
     """What push and pull have in common, which is all but the mode."""
 
     mode: ClassVar[Mode]
@@ -196,8 +197,15 @@ class NixlBaseConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its memory is held by pins, never by its id."""
+        """The form without groups of :meth:`request_finished_all_groups`."""
         return False, self._scheduler.request_finished(request, (block_ids,))
+
+    @_contained(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Its memory is held by pins, never by its id."""
+        return False, self._scheduler.request_finished(request, block_ids)
 
     @_contained(lambda: False)
     def has_pending_block_frees(self) -> bool:

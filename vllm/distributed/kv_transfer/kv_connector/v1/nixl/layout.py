@@ -53,7 +53,7 @@ def describe(
         LayoutError: a layer's blocks are not contiguous pages.
     """
     regions: list[RegionInfo] = []
-    seen: dict[int, str] = {}
+    seen: set[tuple[int, int]] = set()
     extents: list[MemoryRange] = []
     for layer, cache in kv_caches.items():
         if layer not in group_of_layer:
@@ -63,12 +63,13 @@ def describe(
                 f"layer {layer!r} has {len(cache)} cache tensors; only attention "
                 "layers with one tensor each can be transferred"
             )
-        address = cache.data_ptr()
-        if address in seen:
-            # Layers that share a cache move once; both sides list the same one.
+        address, group = cache.data_ptr(), group_of_layer[layer]
+        if (address, group) in seen:
+            # Layers that share a cache move once; both sides list the same one. Layers
+            # of several groups may share one too, but have blocks of their own in it.
             continue
-        seen[address] = layer
-        region = _region(layer, cache, num_blocks, group_of_layer[layer])
+        seen.add((address, group))
+        region = _region(layer, cache, num_blocks, group)
         regions.append(region)
         extents.append(
             MemoryRange(address, region.stride * num_blocks, region.device_id)

@@ -15,7 +15,7 @@ from .layout import parts_of_regions
 from .plan import Pages, Piece, PlanError, plan
 from .stats import StatsCollector
 from .transfers import TransferEnded, TransferPool
-from .wire import PROTOCOL_VERSION, Done, Packet, RankInfo, encode
+from .wire import PROTOCOL_VERSION, BlockArray, Done, Packet, RankInfo, encode
 
 logger = init_logger(__name__)
 
@@ -107,11 +107,12 @@ class Movement:
             return "the peer was lost"
         try:
             prepared = self._connections.prepared(name)
+            local, remote = _kept(action)
             pieces = plan(
                 pages,
                 peer.info.regions[0].num_blocks,
-                action.local_blocks,
-                action.remote_blocks,
+                local,
+                remote,
                 self._max_bytes,
             )
         except (PlanError, AgentError) as error:
@@ -149,3 +150,18 @@ class Movement:
             ended.peer,
             ended.failure,
         )
+
+
+def _kept(
+    action: StartWrite | StartRead,
+) -> tuple[list[BlockArray], list[BlockArray]]:
+    local, remote = list(action.local_blocks), list(action.remote_blocks)
+    into, out_of = (
+        (remote, local) if isinstance(action, StartWrite) else (local, remote)
+    )
+    for group, ids in enumerate(into):
+        wanted = ids != 0
+        into[group], out_of[group] = ids[wanted], out_of[group][wanted]
+        if not out_of[group].all():
+            raise PlanError("blocks of a sliding window were let go of")
+    return local, remote

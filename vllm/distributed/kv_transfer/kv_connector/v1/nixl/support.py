@@ -6,6 +6,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from .config import ConfigError, ConnectorConfig
 
+_NO_GROUPS = "start with --disable-hybrid-kv-cache-manager"
+
 
 def check_supported(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
@@ -24,17 +26,12 @@ def check_supported(
     ):
         if value != 1:
             raise ConfigError(f"{option} is {value}; the NIXL connectors support 1")
-    groups = len(kv_cache_config.transfer_groups)
-    if groups != 1:
-        raise ConfigError(
-            f"the model has {groups} KV cache groups to transfer; the NIXL connectors "
-            "support one (start with --disable-hybrid-kv-cache-manager)"
-        )
     if kv_cache_config.has_mamba_layers:
         raise ConfigError(
             "the model has state-space layers; the NIXL connectors support attention "
             "layers"
         )
+    _check_groups(vllm_config, kv_cache_config, config)
     lookahead = vllm_config.num_prefill_lookahead_tokens
     if lookahead > 1:
         raise ConfigError(
@@ -48,4 +45,33 @@ def check_supported(
         raise ConfigError(
             f"push_layer_groups is {groups_wanted}, but with micro-batches or "
             "speculation a layer is not done after its first call; use 1"
+        )
+
+
+def _check_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> None:
+    """Several groups go with equal blocks, all of them, and in one direction."""
+    groups, remedy = kv_cache_config.kv_cache_groups, _NO_GROUPS
+    kept_back = len(groups) - len(kv_cache_config.transfer_groups)
+    if kept_back:
+        raise ConfigError(
+            f"{kept_back} of the model's {len(groups)} KV cache groups are not to be "
+            "transferred; the NIXL connectors support models all of whose groups are"
+        )
+    if len(groups) == 1:
+        return
+    block_size = vllm_config.cache_config.block_size
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if sizes != [block_size]:
+        raise ConfigError(
+            f"the model's {len(groups)} KV cache groups have blocks of {sizes} tokens "
+            f"(block_size is {block_size}); the NIXL connectors support several groups "
+            f"of equal block sizes ({remedy})"
+        )
+    if config.bidirectional_kv_xfer:
+        raise ConfigError(
+            f"bidirectional_kv_xfer is on, and the model has {len(groups)} KV cache "
+            "groups: a sliding window keeps too little of a conversation for its next "
+            f"turn. Turn it off, or keep everything ({remedy})"
         )

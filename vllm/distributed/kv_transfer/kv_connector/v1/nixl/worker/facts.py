@@ -7,7 +7,11 @@ from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from ..ids import Mode
 
@@ -41,11 +45,20 @@ def layout_facts(
         "num_kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
         "num_layers": str(model.get_total_num_hidden_layers()),
+        "kv_cache_groups": ",".join(map(_group, kv_cache_config.transfer_groups)),
     }
     if current_platform.device_type == "cpu":
         # The CPU backend packs a page for the instruction set that it picked.
         facts["cpu_attention_isa"] = _cpu_isa(vllm_config)
     return facts
+
+
+def _group(group: KVCacheGroupSpec) -> str:
+    """What of a prompt a group keeps."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, SlidingWindowSpec):
+        return f"window of {spec.sliding_window}"
+    return type(spec).__name__
 
 
 def _cpu_isa(vllm_config: VllmConfig) -> str:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with sliding windows: every group of layers has a block table of its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from handoff_client import Client, assert_clean, completion, handoffs
+from handoff_engines import BLOCK_BYTES, BLOCK_SIZE, SPEC, WINDOW_SPEC, EngineRoom
+from handoff_workload import Ask
+from pd_launcher import Mode
+from tiny_model import random_prompt
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
+
+LENGTHS = (1, 31, 33, 99, 101, 150, 512, 513, 900, 1500)
+
+
+@pytest.mark.parametrize("mode", ["push", pytest.param("pull", marks=pytest.mark.full)])
+async def test_answers_and_bytes(room: EngineRoom, client: Client, mode: Mode) -> None:
+    names = f"{mode}-prefill-windows", f"{mode}-decode-windows"
+    pair = room.pair(mode, *names)
+    for length in LENGTHS:
+        prompt = random_prompt(length, random.Random(f"windows {length}"), SPEC)
+        body = completion(Ask(tuple(prompt)))
+
+        got = await client.post(pair.router, body)
+        alone = await client.post(pair.prefill, body)
+
+        assert got.tokens == alone.tokens
+        record = (await handoffs(pair.decode))[-1]
+        if length > 1:
+            assert record["outcome"] == "received"
+            assert record["bytes"] == _moved(length)
+    await assert_clean(client, pair)
+
+
+def _moved(length: int) -> int:
+    """Of half of the layers all blocks, of the others those in the window."""
+    blocks = -(-length // BLOCK_SIZE)
+    skipped = max(0, length - WINDOW_SPEC.window + 1) // BLOCK_SIZE
+    return BLOCK_BYTES // 2 * (blocks + blocks - skipped)
