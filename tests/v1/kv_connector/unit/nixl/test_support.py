@@ -21,12 +21,16 @@ def _check(
     groups: tuple[int, ...] = (16,),
     kept_back: int = 0,
     bidirectional: bool = False,
+    mla: bool = False,
+    continues: bool = True,
     mamba: bool = False,
     speculation: object = None,
     layer_groups: int = 1,
 ) -> None:
     config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=continues),
+        model_config=SimpleNamespace(use_mla=mla),
         parallel_config=ParallelConfig(),
         num_prefill_lookahead_tokens=lookahead,
         speculative_config=speculation,
@@ -76,6 +80,13 @@ def test_several_groups_have_equal_blocks_and_one_direction() -> None:
         _check(groups=(16, 32))
     with pytest.raises(ConfigError, match=f"bidirectional_kv_xfer.*{remedy}"):
         _check(groups=(16, 16), bidirectional=True)
+
+
+def test_a_backend_that_cannot_continue_a_prompt_is_refused() -> None:
+    _check(mla=True)
+    _check(continues=False)
+    with pytest.raises(ConfigError, match="MLA"):
+        _check(mla=True, continues=False)
 
 
 def test_a_group_that_stays_is_refused() -> None:

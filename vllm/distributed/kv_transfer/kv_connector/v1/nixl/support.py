@@ -31,6 +31,18 @@ def check_supported(
             "the model has state-space layers; the NIXL connectors support attention "
             "layers"
         )
+    if (
+        vllm_config.model_config is not None
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ConfigError(
+            "the model caches latents (MLA), and chunked prefill and prefix caching "
+            "are off, as the engine sets them where its MLA backend cannot continue a "
+            "prompt that is partly computed (on CPUs without AMX); a decode engine "
+            "continues each of them. Turn one of both on if the backend can"
+        )
     _check_groups(vllm_config, kv_cache_config, config)
     lookahead = vllm_config.num_prefill_lookahead_tokens
     if lookahead > 1:
