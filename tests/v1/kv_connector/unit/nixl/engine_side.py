@@ -5,14 +5,21 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import (
     CachedRequestData,
-    KVConnectorBlockState,
     NewRequestData,
     SchedulerOutput,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
 )
 from vllm.v1.request import Request, RequestStatus
 
@@ -29,10 +36,26 @@ def pool() -> BlockPool:
     return BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
 
 
+_TABLES: dict[str, KVCacheBlocks] = {}
+"""The blocks of requests, as :func:`step` was told last."""
+
+
+def tables(name: str) -> tuple[Sequence[KVCacheBlock], ...]:
+    """The blocks that a request has."""
+    found: tuple[Sequence[KVCacheBlock], ...] = _TABLES[name].blocks
+    return found
+
+
 def manager(blocks: BlockPool) -> Any:
     """What the connector uses of the engine's cache manager."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
     return SimpleNamespace(
-        block_pool=blocks, reset_prefix_cache=blocks.reset_prefix_cache
+        block_pool=blocks,
+        reset_prefix_cache=blocks.reset_prefix_cache,
+        get_blocks=_TABLES.__getitem__,
+        kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
     )
 
 
@@ -79,12 +102,8 @@ def step(
     output.num_scheduled_tokens = {
         request.request_id: scheduled for request, _, scheduled in (*new, *running)
     }
-    known = tables or {}
-    output.kv_connector_block_state = KVConnectorBlockState(
-        req_ids=set(output.num_scheduled_tokens),
-        resolve_block_ids=lambda name: known[name].get_block_ids(),
-        boundary_state_offloads={},
-    )
+    _TABLES.clear()
+    _TABLES.update(tables or {})
     return output
 
 

@@ -83,6 +83,7 @@ class Cache:
         return available(self.pool)
 
     def over(self) -> bool:
+        self.pins.step()
         return self.free() == TOTAL and not any(
             (*self.retention.sizes().values(), *self.pins.counts().values())
         )

@@ -103,7 +103,7 @@ class Side:
     ) -> None:
         self.cache = Cache()
         self.pins = PinBoard()
-        self.pins.bind(self.cache.manager.block_pool)
+        self.pins.bind(self.cache.manager.block_pool, lends=True)
         self.records = Records()
         self.orders: list[Command] = []
         self.loads = Loads(

@@ -56,6 +56,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import STEP_BLOCKS
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
@@ -66,10 +67,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     encode,
 )
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -242,6 +245,104 @@ def test_a_prefill_leg_from_its_arrival_to_its_release(
     )
     assert _ask(port, GetFailure(TransferId("t")))["outcome"] == "served"
     assert _ask(port, GetFailure(TransferId("never"))) is None
+
+
+LONG_BLOCKS = 4 * STEP_BLOCKS
+
+
+def _released(blocks: BlockPool, engine: Any = None) -> NixlBaseConnector:
+    """A connector that has just released the blocks of a long prompt."""
+    connector = _make()
+    connector.bind_kv_cache_manager(engine or manager(blocks))
+    prompt = request("r-12345678", LONG_BLOCKS * BLOCK, params=PREFILL)
+    connector.on_new_request(prompt)
+    held = allocate(blocks, LONG_BLOCKS)
+    output = step(new=[(prompt, 0, prompt.num_tokens)], tables={"r-12345678": held})
+    (offer,) = _built(connector, output).offers
+    prompt.status = prompt.status.FINISHED_LENGTH_CAPPED
+    connector.request_finished(prompt, held.get_block_ids()[0])
+    blocks.free_blocks(held.blocks[0])
+    size = TransferSize(9, 1)
+    _report(
+        connector,
+        SenderClosed(offer.transfer_id, 1, CloseReason.SERVED, 40, size, 0.1),
+    )
+    assert available(blocks) == blocks.num_gpu_blocks - 1 - LONG_BLOCKS
+    return connector
+
+
+def _built(connector: NixlBaseConnector, output: SchedulerOutput) -> Any:
+    return connector.build_connector_meta(output)
+
+
+@pytest.fixture
+def large() -> BlockPool:
+    return BlockPool(4 * LONG_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+
+
+def test_the_engine_steps_on_until_all_blocks_are_given_back(large: BlockPool) -> None:
+    connector = _released(large)
+    steps = 0
+    while connector.has_pending_push_work():
+        orders = _built(connector, step())
+        steps += 1
+        # A step that computes nothing does not wait for news then.
+        assert orders.reply == (available(large) < large.num_gpu_blocks - 1)
+    assert steps == LONG_BLOCKS // STEP_BLOCKS
+    assert available(large) == large.num_gpu_blocks - 1
+
+
+def test_a_running_request_that_lacks_blocks_gets_those_that_are_due(
+    large: BlockPool,
+) -> None:
+    connector = _released(large)
+    assert connector.has_pending_block_frees()
+    assert available(large) == large.num_gpu_blocks - 1
+    assert not connector.has_pending_block_frees()
+
+
+def test_a_waiting_request_gets_them_before_it_is_given_blocks(
+    large: BlockPool,
+) -> None:
+    connector = _released(large)
+    short = request("s-12345678", 40)
+    connector.get_num_new_matched_tokens(short, 0)
+    assert available(large) == large.num_gpu_blocks - 1 - LONG_BLOCKS
+    long = request("l-12345678", (large.num_gpu_blocks - LONG_BLOCKS) * BLOCK)
+    connector.get_num_new_matched_tokens(long, 0)
+    assert available(large) == large.num_gpu_blocks - 1
+
+
+def test_the_cache_is_reset_while_blocks_are_due(large: BlockPool) -> None:
+    engine = manager(large)
+    _released(large, engine)
+    assert not large.reset_prefix_cache()
+    assert engine.reset_prefix_cache()
+    assert available(large) == large.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_only_full_attention_lends_the_blocks_of_parked_requests(
+    blocks: BlockPool, window: int | None
+) -> None:
+    connector = _make()
+    engine = manager(blocks)
+    if window is not None:
+        spec = SlidingWindowSpec(
+            block_size=BLOCK,
+            num_kv_heads=1,
+            head_size=8,
+            dtype=torch.float32,
+            sliding_window=window,
+        )
+        engine.kv_cache_config.kv_cache_groups = [KVCacheGroupSpec(["layer"], spec)]
+    connector.bind_kv_cache_manager(engine)
+    parked = request("r-12345678", params=DECODE)
+    connector.on_new_request(parked)
+    held = allocate(blocks, 3)
+    connector.update_state_after_alloc(parked, held, 40)
+    references = 1 if window is None else 2
+    assert {block.ref_cnt for block in held.blocks[0]} == {references}
 
 
 def test_a_prefill_leg_that_names_a_decode_engines_blocks_just_computes() -> None:

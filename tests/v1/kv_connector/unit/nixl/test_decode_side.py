@@ -43,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     DecodeParams,
     PrefillAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.prompt import prompt_digest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.decode import (
     DecodeSide,
 )
@@ -53,9 +54,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.loads import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import (
     PinBoard,
     PinState,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prompt import (
-    prompt_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import StatsCollector
@@ -72,10 +70,12 @@ TIMEOUT = 60.0
 class Side:
     """A decode side with its surroundings, and one request."""
 
-    def __init__(self, world_size: int = 1, mode: Mode = Mode.PUSH) -> None:
+    def __init__(
+        self, world_size: int = 1, mode: Mode = Mode.PUSH, lends: bool = True
+    ) -> None:
         self.pool = pool()
         self.pins = PinBoard()
-        self.pins.bind(self.pool)
+        self.pins.bind(self.pool, lends=lends)
         self.records = Records()
         self.stats = StatsCollector()
         self.orders: list[Command] = []
@@ -125,9 +125,9 @@ class Side:
 
     def end(self, status: Any = STOPPED) -> None:
         """The engine lets go of the request."""
-        free(self.pool, self.held)
         self.side.finished(finish(self.request, status))
         self.loads.finished(self.name)
+        free(self.pool, self.held)
 
     def over(self) -> bool:
         return (
@@ -140,9 +140,9 @@ class Side:
         return self.records.latest()[-1]
 
 
-@pytest.fixture
-def side() -> Side:
-    return Side()
+@pytest.fixture(params=[True, False], ids=["lent", "pinned"])
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(lends=request.param)
 
 
 def _received(registration_id: RegistrationId) -> Received:
@@ -165,7 +165,7 @@ def test_blocks_and_positions_are_registered_in_the_step_that_allocates(
     side: Side,
 ) -> None:
     side.park(computed=16)
-    wanted = side.receive.request
+    wanted = side.receive.complete()
     digest = prompt_digest(side.request.prompt_token_ids)
     assert wanted.want == Want(40, 16, 24, digest)
     assert wanted.blocks[0].tolist() == side.held.get_block_ids()[0][1:]

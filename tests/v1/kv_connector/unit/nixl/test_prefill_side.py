@@ -19,6 +19,7 @@ from v1.kv_connector.unit.nixl.engine_side import (
     pool,
     request,
     step,
+    tables,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Expect,
@@ -40,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     PrefillAddress,
     PrefillParams,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.prompt import prompt_digest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.patience import (
     YIELD_SECONDS,
     YIELD_STEPS,
@@ -48,9 +50,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import Pin
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prefill import (
     LINGER_SECONDS,
     PrefillSide,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.prompt import (
-    prompt_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
 from vllm.v1.request import RequestStatus
@@ -65,7 +64,7 @@ class Side:
     def __init__(self, world_size: int = 1, chunked: bool = False) -> None:
         self.pool = pool()
         self.pins = PinBoard()
-        self.pins.bind(self.pool)
+        self.pins.bind(self.pool, tables)
         self.records = Records()
         self.side = PrefillSide(
             Mode.PUSH,
@@ -106,7 +105,9 @@ def test_a_prompt_is_offered_in_the_step_that_completes_it(side: Side) -> None:
     assert offers == []
     _, (offer,) = side.side.build(step(running=[(prompt, 30, 10)], tables=tables), 1)
     assert (offer.transfer_id, offer.prompt_tokens) == (T, 40)
+    offer = offer.complete()
     assert offer.digest == prompt_digest(prompt.prompt_token_ids)
+    assert offer.complete() is offer
     assert [group.tolist() for group in offer.blocks] == list(held.get_block_ids())
     result = side.side.finished(finish(prompt, LENGTH), held.get_block_ids())
     assert result is not None
@@ -128,7 +129,7 @@ def _offered(side: Side) -> tuple[Any, Any, int]:
     output = step(new=[(prompt, 16, 24)], tables={prompt.request_id: held})
     _, (offer,) = side.side.build(output, 0)
     # A lookahead block is not part of the prompt.
-    assert len(offer.blocks[0]) == 3
+    assert len(offer.complete().blocks[0]) == 3
     return prompt, held, offer.generation
 
 
@@ -185,7 +186,7 @@ def test_a_preempted_prompt_is_offered_when_it_is_complete_again(side: Side) -> 
     again = allocate(side.pool, 3)
     tables = {prompt.request_id: again}
     _, (offer,) = side.side.build(step(running=[(prompt, 0, 40)], tables=tables), 1)
-    assert offer.blocks[0].tolist() == again.get_block_ids()[0]
+    assert offer.complete().blocks[0].tolist() == again.get_block_ids()[0]
 
 
 # ---- chunk by chunk
@@ -218,7 +219,8 @@ def test_full_blocks_are_offered_as_they_are_computed(chunked: Side) -> None:
     for computed, scheduled in ((0, 10), (10, 10), (20, 11), (31, 1), (32, 8)):
         _, offers = _step(chunked, prompt, held, computed, scheduled)
         found += [
-            (o.first_block, o.blocks[0].tolist(), o.missing_tokens) for o in offers
+            (o.first_block, o.complete().blocks[0].tolist(), o.missing_tokens)
+            for o in offers
         ]
     assert found == [
         (0, blocks[:1], 24),
@@ -236,7 +238,7 @@ def test_full_blocks_are_offered_as_they_are_computed(chunked: Side) -> None:
 def test_a_cached_prefix_is_part_of_the_first_chunk(chunked: Side) -> None:
     prompt, held = _begin(chunked)
     _, (offer,) = _step(chunked, prompt, held, 16, 16)
-    assert (offer.first_block, len(offer.blocks[0])) == (0, 2)
+    assert (offer.first_block, len(offer.complete().blocks[0])) == (0, 2)
 
 
 def test_an_abort_between_chunks_waits_for_the_ranks(chunked: Side) -> None:
@@ -276,7 +278,7 @@ def test_a_preempted_prompt_is_retracted_and_offered_anew(chunked: Side) -> None
     again = allocate(chunked.pool, 3)
     _, (whole,) = _step(chunked, prompt, again, 0, 40)
     assert whole.generation > offer.generation
-    assert whole.blocks[0].tolist() == again.get_block_ids()[0]
+    assert whole.complete().blocks[0].tolist() == again.get_block_ids()[0]
     # A late word about the first generation changes nothing.
     chunked.side.retracted(0, Retracted(T, offer.generation))
     chunked.closed(offer.generation)

@@ -84,7 +84,7 @@ def test_what_is_kept_is_read(side: Side, keeper: Keeper) -> None:
     assert side.known() == SHARED
     assert keeper.asked == [T]
     order = side.park()
-    wanted = order.request
+    wanted = order.complete()
     assert order.address == keeper.address
     assert (wanted.transfer_id, wanted.mode) == (NAME, Mode.PULL)
     assert wanted.want == Want(SHARED, 0, SHARED, b"")
@@ -104,7 +104,7 @@ def test_only_what_this_engine_lacks_is_read(keeper: Keeper) -> None:
     side.cache.admit(before)
     side.cache.manager.free(before)
     assert side.known() == SHARED - 3 * BLOCK
-    wanted = side.park().request
+    wanted = side.park().complete()
     assert wanted.want == Want(SHARED, 3 * BLOCK, SHARED - 3 * BLOCK, b"")
     assert wanted.blocks[0].tolist() == side.cache.table(side.request)[0][3:]
     side.close()

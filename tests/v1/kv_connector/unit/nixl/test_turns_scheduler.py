@@ -194,7 +194,7 @@ class Engine:
         }
         request = self.add(f"d-{name}", tokens, answer, sent)
         self.until(lambda: self.receives)
-        wanted = self.receives.pop().request
+        wanted = self.receives.pop().complete()
         event = Received(wanted.registration_id, wanted.want.num_tokens, SIZE, 0.1)
         self.step(event)
         self.finish(request)

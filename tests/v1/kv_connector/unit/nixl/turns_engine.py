@@ -191,7 +191,7 @@ class Engine:
         for order in self.orders():
             if isinstance(order, Receive):
                 size = TransferSize(1, 1)
-                wanted = order.request
+                wanted = order.complete()
                 self.report(
                     Received(wanted.registration_id, wanted.want.num_tokens, size, 0.1)
                 )

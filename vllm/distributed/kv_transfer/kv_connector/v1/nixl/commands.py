@@ -5,8 +5,10 @@ Both travel with engine steps: commands in the connector metadata of a step,
 reports in its output.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
+
+import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -17,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from .handoff.actions import Event, Offer
 from .handoff.attempts import ReceiveRequest
 from .ids import RegistrationId, TransferId
+from .later import Later
 from .side_channel import Address
+from .wire import BlockArray
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,25 @@ class Unwatch:
 
 @dataclass(frozen=True)
 class Receive:
-    """D: obtain KV from the engine at ``address``."""
+    """D: obtain KV from the engine at ``address``.
+
+    ``digest`` and ``blocks`` are what the request lacks of them.
+    """
 
     request: ReceiveRequest
     address: Address
+    digest: Later[bytes] | None = None
+    blocks: Later[tuple[BlockArray, ...]] | None = None
+
+    def complete(self) -> ReceiveRequest:
+        """The request with what is left to be computed of it."""
+        request = self.request
+        if self.digest is not None:
+            want = msgspec.structs.replace(request.want, digest=self.digest.value)
+            request = replace(request, want=want)
+        if self.blocks is not None:
+            request = replace(request, blocks=self.blocks.value)
+        return request
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,8 @@ class NixlConnectorMetadata(KVConnectorMetadata):
         offers: KV that is computed once this step's forward pass is.
         report_failed: requests to be reported as failed loads in this step.
         reply: whether the worker must answer even if it has nothing to report,
-            because the scheduler side has completions to inject.
+            because the scheduler side has completions to inject, or blocks to give
+            back in the steps that follow.
         computes: whether the step has a forward pass.
     """
 

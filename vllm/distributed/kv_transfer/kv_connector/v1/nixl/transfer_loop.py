@@ -237,7 +237,7 @@ class TransferLoop:
             case Unwatch():
                 self._watches.drop(command.transfer_id)
             case Receive():
-                self._receiver.receive(command.request, now)
+                self._receiver.receive(command.complete(), now)
                 self._with_engine(command.address, command, now)
             case CancelReceive():
                 self._do(
@@ -251,7 +251,7 @@ class TransferLoop:
             pending, taken_at = self._offers.popleft()
             # One that is let through at once may have waited for this thread only.
             computed_at = pending.launched_at if taken_at == now else now
-            self._do(self._sender.offer(pending.offer, now, computed_at))
+            self._do(self._sender.offer(pending.offer.complete(), now, computed_at))
 
     # ---- connections
 

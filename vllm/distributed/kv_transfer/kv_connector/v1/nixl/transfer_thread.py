@@ -29,21 +29,28 @@ class _Outbox:
     """Facts on their way to the forward thread; what is outdated is not kept."""
 
     def __init__(self) -> None:
-        self._news = threading.Condition()
+        self._lock = threading.Lock()
         self._facts: Facts | None = None
+        # One entry while there are facts; a wait for it is cheaper than a Condition's.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, facts: Facts) -> None:
         """Add what one step brought."""
-        with self._news:
-            earlier = () if self._facts is None else self._facts.events
-            self._facts = Facts(earlier + facts.events, facts.tables)
-            self._news.notify()
+        with self._lock:
+            if self._facts is None:
+                self._facts = facts
+                self._bell.put(None)
+            else:
+                events = self._facts.events + facts.events
+                self._facts = Facts(events, facts.tables)
 
     def take(self, wait: float) -> Facts | None:
         """All since the last call; waits so many seconds if there is nothing."""
-        with self._news:
-            if self._facts is None and wait:
-                self._news.wait(wait)
+        try:
+            self._bell.get(block=wait > 0, timeout=wait)
+        except queue.Empty:
+            return None
+        with self._lock:
             facts, self._facts = self._facts, None
             return facts
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ..ids import AgentName, RegistrationId, TransferId
+from ..later import Later
 from ..timeline import Stamps
 from ..wire import BlockArray, Message, Want
 
@@ -32,6 +33,21 @@ class Offer:
     missing_tokens: int = 0
     part: int = 0
     parts: int = 1
+    later_digest: Later[bytes] | None = None
+    later_blocks: Later[tuple[BlockArray, ...]] | None = None
+
+    def complete(self) -> "Offer":
+        """The same with what is left to be computed of its digest and blocks."""
+        digest, blocks = self.later_digest, self.later_blocks
+        if digest is None and blocks is None:
+            return self
+        return replace(
+            self,
+            digest=self.digest if digest is None else digest.value,
+            blocks=self.blocks if blocks is None else blocks.value,
+            later_digest=None,
+            later_blocks=None,
+        )
 
     @property
     def computed_tokens(self) -> int:

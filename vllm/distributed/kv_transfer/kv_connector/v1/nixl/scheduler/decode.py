@@ -13,12 +13,13 @@ from vllm.v1.request import RequestStatus
 
 from ..commands import Command, TellNotNeeded, Unwatch, Watch
 from ..ids import Mode, RequestId, TransferId
+from ..later import Later
 from ..params import DecodeParams, external_id
+from ..prompt import later_digest
 from ..side_channel import Address
 from ..timeline import Stage, Timeline
 from ..wire import Want
 from .loads import Loads, OnFailure, Purpose
-from .prompt import prompt_digest
 from .records import HandoffRecord, Records
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class _Waiter:
     transfer_id: TransferId
     address: Address
     prompt_tokens: int
-    digest: bytes
+    digest: Later[bytes]
     phase: _Phase = _Phase.WAITING
     timeline: Timeline = field(default_factory=Timeline.start)
 
@@ -82,7 +83,7 @@ class DecodeSide:
             self._transfer_id(request_id, params),
             (params.address.host, params.address.port),
             request.num_prompt_tokens,
-            prompt_digest(request.prompt_token_ids),
+            later_digest(request.prompt_token_ids),
         )
         self._waiters[request_id] = waiter
         self._commands.append(Watch(waiter.transfer_id, waiter.address))
@@ -122,11 +123,12 @@ class DecodeSide:
             waiter.request,
             waiter.transfer_id,
             waiter.address,
-            Want(waiter.prompt_tokens, first, external_tokens, waiter.digest),
-            blocks.get_block_ids(),
+            Want(waiter.prompt_tokens, first, external_tokens, b""),
+            blocks.blocks,
             self._purpose,
             now,
             waiter.timeline,
+            digest=waiter.digest,
         )
         self._commands.append(Unwatch(waiter.transfer_id))
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV that is being obtained from other engines, for requests that are parked.
 
-The engine is told once of each load's end. Its blocks are pinned from the moment
-at which another engine may write them, or this one reads into them, until every
-rank has proven that nothing writes there any more.
+The engine is told once of each load's end. Its blocks are held from the moment at
+which another engine may write them, or this one reads into them, until every rank has
+proven that nothing writes there any more: by the request as long as it is parked, and
+by a pin if that ends without the proof.
 """
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from vllm.logger import init_logger
 
@@ -20,11 +20,12 @@ from ..commands import CancelReceive, Command, Receive
 from ..handoff.actions import Received, ReceiveFailed, ReceiveQuiet, TransferSize
 from ..handoff.attempts import ReceiveRequest
 from ..ids import Mode, RegistrationId, RequestId, TransferId, new_registration_id
+from ..later import Later
 from ..side_channel import Address
 from ..stats import StatsCollector
 from ..timeline import Timeline
-from ..wire import Want
-from .pins import Pin, PinBoard, PinState
+from ..wire import BlockArray, Want
+from .pins import Block, Pin, PinBoard, PinState, block_ids
 from .prefill import LINGER_SECONDS
 from .records import HandoffRecord, Records
 
@@ -141,26 +142,29 @@ class Loads:
         transfer_id: TransferId,
         address: Address,
         want: Want,
-        block_ids: tuple[list[int], ...],
+        table: Sequence[Sequence[Block]],
         purpose: Purpose,
         now: float,
         timeline: Timeline,
         name: TransferId | None = None,
+        digest: Later[bytes] | None = None,
     ) -> None:
         """Obtain ``want`` for a request that the engine parks.
 
-        ``block_ids`` are all blocks of the request, per group; ``name`` is what the
-        other side calls the KV, where that is not ``transfer_id``.
+        ``table`` is the engine's own list of the request's blocks, per group; ``name``
+        is what the other side calls the KV, where that is not ``transfer_id``;
+        ``digest`` is that of ``want``, where it has none yet.
         """
         wanted = want.block_range(self._block_size)
-        table = tuple(group[wanted.start : wanted.stop] for group in block_ids)
+        blocks = Later(functools.partial(_listed, table, wanted))
+        count = len(wanted) * len(table)
         load = _Load(
             new_registration_id(),
             transfer_id,
             request,
             address,
             purpose,
-            self._pins.pin(table, PinState.EXPOSED_FOR_RECEIVE),
+            self._pins.borrow(blocks, count, PinState.EXPOSED_FOR_RECEIVE),
             started_at=now,
             timeline=timeline,
         )
@@ -172,11 +176,13 @@ class Loads:
                     load.registration_id,
                     name or transfer_id,
                     want,
-                    tuple(np.asarray(group, dtype=np.int32) for group in table),
+                    (),
                     purpose.timeout,
                     purpose.mode,
                 ),
                 address,
+                digest,
+                blocks,
             )
         )
 
@@ -300,6 +306,8 @@ class Loads:
     def _give_up(self, load: _Load, event: ReceiveFailed) -> None:
         load.outcome = load.purpose.failure
         load.cause = event.reason
+        # The engine, or this connector, takes the request's blocks next.
+        self._pins.secure(load.pin)
         if load.purpose.on_failure is OnFailure.RECOMPUTE:
             logger.info(
                 "KV of %s for request %s does not come and is computed here: %s",
@@ -322,6 +330,7 @@ class Loads:
             self._commands.append(CancelReceive(load.registration_id, event.reason))
 
     def _quarantine(self, load: _Load) -> None:
+        self._pins.secure(load.pin)
         if load.pin.state is not PinState.QUIESCING:
             load.pin.state = PinState.QUIESCING
             load.quarantined_at = time.monotonic()
@@ -341,7 +350,7 @@ class Loads:
                     load.transfer_id,
                     len(load.pin),
                 )
-            self._pins.release(load.pin)
+            self._pins.release_gently(load.pin)
             del self._loads[load.registration_id]
         self._drop_if_over(load)
 
@@ -365,3 +374,8 @@ class Loads:
                 timeline=load.timeline,
             )
         )
+
+
+def _listed(table: Sequence[Sequence[Block]], wanted: range) -> tuple[BlockArray, ...]:
+    """The ids of the blocks at those positions, per group."""
+    return block_ids([group[wanted.start : wanted.stop] for group in table])

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side: which prompts are to be handed off, and until when."""
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
@@ -13,11 +12,12 @@ from vllm.v1.request import RequestStatus
 from ..commands import Command, Expect, Retract, Withdraw
 from ..handoff.actions import Offer, Retracted, SenderClosed
 from ..ids import Mode, RequestId, TransferId
+from ..later import Later
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
+from ..prompt import later_digest
 from ..timeline import Stage, Timeline
 from .patience import is_recent
-from .pins import Pin, PinBoard, PinState
-from .prompt import prompt_digest
+from .pins import Pin, PinBoard, PinState, block_ids
 from .records import HandoffRecord, Records
 
 if TYPE_CHECKING:
@@ -35,12 +35,15 @@ class _Send:
     """One hand-off.
 
     ``generation`` is new whenever the request begins to be computed; the pins hold
-    the ``offered_blocks`` that were offered under it.
+    the ``offered_blocks`` that were offered under it. ``request`` is dropped when it
+    ends, lest the engine's thread takes it apart in one of the connector's hooks.
     """
 
     transfer_id: TransferId
-    request: "Request"
-    digest: bytes
+    request_id: RequestId
+    prompt_tokens: int
+    digest: Later[bytes]
+    request: "Request | None"
     generation: int = 0
     pins: list[Pin] = field(default_factory=list)
     offered_blocks: int = 0
@@ -50,15 +53,6 @@ class _Send:
     bytes: int = 0
     descriptors: int = 0
     timeline: Timeline = field(default_factory=Timeline.start)
-
-    @property
-    def request_id(self) -> RequestId:
-        return RequestId(self.request.request_id)
-
-    @property
-    def prompt_tokens(self) -> int:
-        count: int = self.request.num_prompt_tokens
-        return count
 
 
 @dataclass
@@ -124,7 +118,13 @@ class PrefillSide:
             )
             self._records.count("sender_duplicate_transfer_id")
             return
-        send = _Send(transfer_id, request, prompt_digest(request.prompt_token_ids))
+        send = _Send(
+            transfer_id,
+            request_id,
+            request.num_prompt_tokens,
+            later_digest(request.prompt_token_ids),
+            request,
+        )
         self._waiting[request_id] = send
         self._open[transfer_id] = send
         self._commands.append(
@@ -146,7 +146,7 @@ class PrefillSide:
             if send is not None and send.pins:
                 self._retract(send, now)
         offers = [
-            self._offer(send, computed, output, now)
+            self._offer(send, computed, now)
             for send, computed in self._computed_after(output, now)
         ]
         commands, self._commands = self._commands, []
@@ -160,6 +160,7 @@ class PrefillSide:
         send = self._waiting.pop(request_id, None)
         if send is not None:
             # It ended before its prompt was computed.
+            send.request = None
             self._commands.append(
                 Withdraw(send.transfer_id, "the prefill request was aborted")
             )
@@ -172,6 +173,7 @@ class PrefillSide:
         send = self._offered.pop(request_id, None)
         if send is None:
             return None
+        send.request = None
         if request.status not in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
@@ -224,7 +226,9 @@ class PrefillSide:
         :meth:`build` yet; preempting others for its blocks would be in vain too.
         """
         return any(
-            send.pins and send.request.status == RequestStatus.PREEMPTED
+            send.pins
+            and send.request is not None
+            and send.request.status == RequestStatus.PREEMPTED
             for send in self._waiting.values()
         ) or any(
             is_recent(now - retracting.since, self._step - retracting.since_step)
@@ -275,19 +279,15 @@ class PrefillSide:
                 found.append((send, full_blocks * self._block_size))
         return found
 
-    def _offer(
-        self, send: _Send, computed: int, output: "SchedulerOutput", now: float
-    ) -> Offer:
-        state = output.kv_connector_block_state
-        assert state is not None
-        table = state.get_block_ids(send.request_id)
-        assert table is not None
+    def _offer(self, send: _Send, computed: int, now: float) -> Offer:
         first, count = send.offered_blocks, -(-computed // self._block_size)
-        blocks = tuple(group[first:count] for group in table)
+        # Not by their ids, of which the engine would list the whole prompt's.
+        table = self._pins.blocks_of(send.request_id)
+        blocks = [group[first:count] for group in table]
         if not send.pins:
             self._generation += 1
             send.generation = self._generation
-        send.pins.append(self._pins.pin(blocks, PinState.EXPOSED_FOR_SEND))
+        send.pins.append(self._pins.pin_blocks(blocks, PinState.EXPOSED_FOR_SEND))
         send.offered_blocks = count
         missing = send.prompt_tokens - computed
         if not missing:
@@ -297,10 +297,12 @@ class PrefillSide:
             send.transfer_id,
             send.generation,
             send.prompt_tokens,
-            send.digest,
-            tuple(np.asarray(group, dtype=np.int32) for group in blocks),
+            b"",
+            (),
             first,
             missing,
+            later_digest=send.digest,
+            later_blocks=Later(functools.partial(block_ids, blocks)),
         )
 
     def _retract(self, send: _Send, now: float) -> None:
@@ -316,7 +318,7 @@ class PrefillSide:
         # The last ones first, so that the cache keeps the beginning of a prompt
         # longest.
         for pin in reversed(pins):
-            self._pins.release(pin)
+            self._pins.release_gently(pin)
 
     def _record(self, send: _Send, outcome: str, seconds: float = 0.0) -> None:
         self._records.add(

@@ -178,6 +178,7 @@ class Retention:
 
     def make_room(self, wanted: int) -> None:
         """Let go of the oldest until ``wanted`` blocks are free, or will be soon."""
+        self._pins.make_room(wanted)
         free, _ = self._pins.usage()
         if free >= wanted or not self._entries:
             return
@@ -223,7 +224,7 @@ class Retention:
         entry.closed_ranks.add(rank)
         if len(entry.closed_ranks) == self._world_size:
             del self._retiring[event.transfer_id]
-            self._pins.release(entry.pin)
+            self._pins.release_gently(entry.pin)
         return True
 
     def sizes(self) -> dict[str, int]:

@@ -132,7 +132,7 @@ class ReuseSide:
             reuse.transfer_id,
             reuse.address,
             Want(reuse.kept.num_tokens, first, external_tokens, b""),
-            blocks.get_block_ids(),
+            blocks.blocks,
             self._purpose,
             now,
             reuse.timeline,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from .. import stats as names
 from ..auth import AllowedPeers, Token
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+SPARE_BLOCKS = 4
+"""What the engine wants to see free beyond a request's own blocks: room for tokens
+that are speculated, and for the step after a load."""
+
 
 class NixlScheduler:
     """The connector's state in the scheduler process."""
@@ -77,6 +82,7 @@ class NixlScheduler:
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine_id = engine_id
         self._mode = mode
+        self._block_size = block_size
         self._address = PrefillAddress(
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
@@ -144,7 +150,23 @@ class NixlScheduler:
     def bind_manager(self, manager: "KVCacheManager") -> None:
         """The engine's cache manager, in whose pool blocks are pinned."""
         self._manager = manager
-        self._pins.bind(manager.block_pool)
+        # Other kinds of attention give blocks back that are out of their window.
+        lends = all(
+            type(group.kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+            for group in manager.kv_cache_config.kv_cache_groups
+        )
+        self._pins.bind(
+            manager.block_pool, lambda name: manager.get_blocks(name).blocks, lends
+        )
+        reset = manager.reset_prefix_cache
+
+        def free_and_reset() -> bool:
+            self._free_all()
+            done: bool = reset()
+            return done
+
+        # The engine resets its cache only while no block is in use, and asks nobody.
+        manager.reset_prefix_cache = free_and_reset
         if self._turns is not None:
             self._turns.bind(manager)
 
@@ -223,11 +245,13 @@ class NixlScheduler:
         ``None``: that is not known yet.
         """
         request_id = RequestId(request.request_id)
+        blocks = -(-request.num_tokens // self._block_size) + SPARE_BLOCKS
+        self._pins.make_room(blocks)
         count: int | None = self._decode.matched(request_id, computed)
         if self._turns is not None:
             if not count:
                 count = self._turns.matched(request_id, computed)
-            self._turns.make_room(request)
+            self._turns.make_room(blocks)
         return count, bool(count)
 
     def allocated(
@@ -256,6 +280,7 @@ class NixlScheduler:
     def build_metadata(self, output: "SchedulerOutput") -> NixlConnectorMetadata:
         """This step's orders to the workers."""
         now = time.monotonic()
+        self._pins.step()
         commands, offers = self._prefill.build(output, now)
         self._loads.warn_of_quarantine(now)
         self._journal.scheduled(output.num_scheduled_tokens, now)
@@ -267,7 +292,7 @@ class NixlScheduler:
             tuple(commands),
             tuple(offers),
             self._loads.failing(),
-            self._loads.completions_due,
+            self._loads.completions_due or self._pins.due > 0,
             output.total_num_scheduled_tokens > 0,
         )
 
@@ -304,6 +329,7 @@ class NixlScheduler:
         now = time.monotonic()
         return (
             bool(self._commands)
+            or self._pins.due > 0
             or self._prefill.release_due(now)
             or self._loads.release_due(now)
             or (self._turns is not None and self._turns.release_due(now))
@@ -311,6 +337,8 @@ class NixlScheduler:
 
     def yield_blocks(self) -> bool:
         """Whether a running request that lacks blocks should wait for a step."""
+        if self._free_all():
+            return True
         now = time.monotonic()
         return self._prefill.yields_soon(now) or (
             self._turns is not None and self._turns.yield_some(now)
@@ -324,6 +352,7 @@ class NixlScheduler:
         """Free blocks, pins by state, entries per table, totals."""
         free, total = self._pins.usage()
         tables = {
+            "blocks_to_free": self._pins.due,
             **self._prefill.sizes(),
             **self._decode.sizes(),
             **self._loads.sizes(),
@@ -360,6 +389,10 @@ class NixlScheduler:
         """Let go of it in the next step; whether it is kept."""
         known = self._turns is not None and self._turns.release_soon(transfer_id)
         return {"retained": known}
+
+    def _free_all(self) -> bool:
+        """Give back at once what is being released; whether there was any."""
+        return self._pins.make_room(self._pins.usage()[1])
 
     def _may_contact(self, request: "Request", host: str) -> bool:
         if self._allowed.allows(host):

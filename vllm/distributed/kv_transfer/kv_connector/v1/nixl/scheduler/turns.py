@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
-_SPARE_BLOCKS = 4
-"""What the engine wants to see free beyond a request's own blocks: room for tokens
-that are speculated, and for the step after a load."""
-
 _ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -155,14 +151,13 @@ class Turns:
         """See :meth:`Retention.closed`."""
         return self._retention.closed(rank, event)
 
-    def make_room(self, request: "Request") -> None:
+    def make_room(self, blocks: int) -> None:
         """A waiting request needs blocks.
 
         Its cached prefix counts too: blocks of it that nobody holds are free now,
         and so are those that are let go of here.
         """
-        blocks = -(-request.num_tokens // self._block_size)
-        self._retention.make_room(blocks + _SPARE_BLOCKS)
+        self._retention.make_room(blocks)
 
     def yield_some(self, now: float) -> bool:
         """See :meth:`Retention.yield_some`."""
