@@ -170,12 +170,19 @@ class HandOff:
             self._pull_params = answer["kv_transfer_params"]
         return outcome
 
-    def send_decode(self, address: tuple[str, int] | None = None) -> None:
-        """Send the decode leg; to another side channel, if given."""
+    def send_decode(
+        self, address: tuple[str, int] | None = None, hint: bool = True
+    ) -> None:
+        """Send the decode leg; to another side channel, if given.
+
+        Without ``hint`` it does not say where the KV lies.
+        """
         if self._pair.mode == "push" or self._pull_params is None:
             params = decode_params(self.transfer_id, self._pair.prefill)
         else:
             params = {**self._pull_params, "transfer_id": self.transfer_id}
+        if not hint:
+            params = {**params, "remote_generation": None}
         if self.earlier is not None:
             params = {**params, "release_transfer_id": self.earlier}
         if address is not None:

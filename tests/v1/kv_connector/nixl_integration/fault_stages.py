@@ -109,7 +109,8 @@ class Stages:
 
     async def _leased(self, stage: str) -> None:
         rule = Rule("receive", "drop", "lease_granted", f"{stage}.")
-        await self._pulled(stage, rule, "drop")
+        # By a hint it would be read before the lease is granted.
+        await self._pulled(stage, rule, "drop", hint=False)
 
     async def _mid_read(self, stage: str) -> None:
         await self._pulled(stage, Rule("post", "hold", "READ", f"{stage}."), "hold")
@@ -118,10 +119,12 @@ class Stages:
         rule = Rule("receive", "drop", "read_confirmed", f"{stage}.")
         await self._pulled(stage, rule, "drop")
 
-    async def _pulled(self, stage: str, rule: Rule, fault: str) -> None:
+    async def _pulled(
+        self, stage: str, rule: Rule, fault: str, hint: bool = True
+    ) -> None:
         self._pair.control("D").add(**{stage: rule})
         await self._finished(stage)
-        self.hand_offs[stage].send_decode()
+        self.hand_offs[stage].send_decode(hint=hint)
         await self._see_fault("D", self.hand_offs[stage], fault)
 
     async def _decoding(self, stage: str) -> None:

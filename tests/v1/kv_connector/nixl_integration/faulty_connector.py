@@ -24,12 +24,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     NixlConnectorMetadata,
+    Receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
     NixlPushConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import Action
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
+    ReceiveRequest,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
@@ -140,6 +144,14 @@ class FaultyAgent(Agent):
         self._incoming: list[_Kept] = []
         self._transfer_of: dict[str, str] = {}
         self._leased: dict[str, frozenset[int]] = {}
+
+    def tell(self, request: ReceiveRequest) -> None:
+        """What is to be read may be read before anything is said of it."""
+        self._transfer_of[request.registration_id] = request.transfer_id
+        if request.hint is not None:
+            groups = request.hint.blocks
+            blocks = frozenset(int(block) for group in groups for block in group)
+            self._leased[request.registration_id] = blocks
 
     # ---- notifications
 
@@ -315,7 +327,7 @@ class FaultyAgent(Agent):
             return self._transfer_of.get(body.registration_id, "")
         # The first page of a list is one of region 0, whose index is its block's.
         first = int(remote[0])
-        for registration, blocks in reversed(self._leased.items()):
+        for registration, blocks in reversed(list(self._leased.items())):
             if first in blocks:
                 return self._transfer_of.get(registration, "")
         return ""
@@ -374,6 +386,11 @@ class FaultyWorker(NixlWorker):
         self._faults = Faults()
 
     def begin_step(self, metadata: NixlConnectorMetadata) -> None:
+        for command in metadata.commands:
+            if isinstance(command, Receive) and self._thread is not None:
+                agent = self._thread.loop._agent
+                assert isinstance(agent, FaultyAgent)
+                agent.tell(command.request)
         super().begin_step(metadata)
         delay = self._faults.plan.step_delay
         self._faults.log("step")

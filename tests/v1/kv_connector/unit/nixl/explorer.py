@@ -17,6 +17,7 @@ from v1.kv_connector.unit.nixl.ground_truth import REPEAT, Violation
 from v1.kv_connector.unit.nixl.simulation import Simulation
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
+    Mode,
     RegistrationId,
     TransferId,
 )
@@ -24,11 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
 
 @dataclass(frozen=True)
 class Planned:
-    """A decode request that may start at any moment."""
+    """A decode request that may start at any moment.
+
+    ``hint`` is the kind of what it says of the KV's place, if anything; what was told
+    can be said from then on.
+    """
 
     registration_id: RegistrationId
     transfer_id: TransferId
     decode: AgentName
+    hint: str = ""
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Budget:
     failures: int = 0
     silences: int = 0
     deaths: int = 0
+    restarts: int = 0
     ticks: int = 0
 
 
@@ -141,7 +148,10 @@ def _planned(case: Case) -> Iterator[Step]:
     for transfer_id in case.to_expect:
         yield f"expect {transfer_id}", None, partial(_expect, transfer_id=transfer_id)
     for planned in case.to_start:
-        if not case.simulation.startable(planned.transfer_id):
+        told = planned.transfer_id in case.simulation.told
+        if not case.simulation.startable(planned.transfer_id) or (
+            planned.hint in ("told", "lie") and not told
+        ):
             continue
         label = f"start {planned.registration_id}"
         yield label, None, partial(_start, planned=planned)
@@ -153,10 +163,12 @@ def _expect(case: Case, transfer_id: TransferId) -> None:
 
 def _start(case: Case, planned: Planned) -> None:
     case.to_start.remove(planned)
-    if case.simulation.start(
-        planned.decode, planned.registration_id, planned.transfer_id
+    simulation = case.simulation
+    hint = simulation.hint(planned.transfer_id, planned.hint)
+    if simulation.start(
+        planned.decode, planned.registration_id, planned.transfer_id, hint=hint
     ):
-        case.simulation.connect(planned.registration_id)
+        simulation.connect(planned.registration_id)
 
 
 def _do(method: str, *args: object) -> Callable[[Case], object]:
@@ -222,6 +234,8 @@ def _ends(simulation: Simulation) -> Iterator[Step]:
                 if peer in simulation.dead:
                     yield f"{owner} sees {peer} end", None, _do("prove", owner, peer)
             yield f"{owner} dies", "deaths", _do("die", owner)
+    if simulation.mode is Mode.PULL and not simulation.dead:
+        yield "restart", "restarts", _do("restart")
 
 
 def _distinct(simulation: Simulation) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables with a planted defect, which the searches must find."""
 
+import msgspec
+
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Action,
     CloseReason,
@@ -8,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Report,
     Retracted,
     Send,
+    TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import KeptTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
@@ -16,13 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
+    RegistrationId,
     TransferId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Done,
+    LeaseGranted,
     ReadConfirmed,
     ReadDone,
     Refused,
+    blocks_digest,
 )
 
 
@@ -80,6 +86,53 @@ class TrustsTheLastPiece(ReceiverTable):
         if msg.last:
             return self.finished(peer, msg.registration_id, now)
         return super().piece(peer, msg, now)
+
+
+class TrustsTheHint(ReceiverTable):
+    """Takes the end of a READ for its success."""
+
+    def read_ended(
+        self,
+        peer: AgentName,
+        registration_id: RegistrationId,
+        size: TransferSize,
+        failure: str | None,
+        now: float,
+    ) -> list[Action]:
+        actions = super().read_ended(peer, registration_id, size, failure, now)
+        return actions + self.read_confirmed(peer, registration_id, True, now)
+
+
+class TrustsTheGrant(ReceiverTable):
+    """Takes a lease for the confirmation of the READ that has ended before."""
+
+    def granted(self, peer: AgentName, msg: LeaseGranted, now: float) -> list[Action]:
+        actions = super().granted(peer, msg, now)
+        return actions + self.read_confirmed(peer, msg.registration_id, True, now)
+
+
+class ConfirmsOtherBlocks(SenderTable):
+    """Says yes to a READ of that generation without a look at what was read."""
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        found = self._handoffs.claim(msg.registration_id, peer)
+        offer = None if found is None else found[0].offer
+        if found is not None and offer is not None:
+            wanted = found[1].want.block_range(self._block_size)
+            blocks = [group[wanted.start : wanted.stop] for group in offer.blocks]
+            msg = msgspec.structs.replace(msg, blocks=blocks_digest(blocks))
+        return super().read_done(peer, msg, now)
+
+
+class ConfirmsAnyGeneration(SenderTable):
+    """Says yes to a READ of the right blocks, whenever they were read."""
+
+    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        found = self._handoffs.claim(msg.registration_id, peer)
+        offer = None if found is None else found[0].offer
+        if offer is not None:
+            msg = msgspec.structs.replace(msg, generation=offer.generation)
+        return super().read_done(peer, msg, now)
 
 
 class ClosesUnderReaders(KeptTable):

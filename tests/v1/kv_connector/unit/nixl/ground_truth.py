@@ -148,8 +148,10 @@ class GroundTruth:
                     message.generation,
                     self.now + message.seconds,
                 )
-            case ReadConfirmed(ok=True):
-                self.attempts[message.registration_id].confirmed.add(owner)
+            case ReadConfirmed():
+                self.leases.pop((owner, message.registration_id), None)
+                if message.ok:
+                    self.attempts[message.registration_id].confirmed.add(owner)
             case _:
                 pass
 

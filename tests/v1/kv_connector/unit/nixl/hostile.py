@@ -77,6 +77,7 @@ _DECODE = {
     "remote_host": "127.0.0.1",
     "remote_port": 5600,
 }
+_READ = {**_DECODE, "remote_generation": "5", "remote_block_ids": [[1, 2]]}
 _PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
 
 PARAMS: list[tuple[str, Any]] = [
@@ -105,6 +106,17 @@ PARAMS: list[tuple[str, Any]] = [
         "fields that nobody knows",
         {**_DECODE, "remote_block_ids": "x", "a": _nested(99)},
     ),
+    ("blocks as a word", {**_READ, "remote_block_ids": "x"}),
+    ("blocks without groups", {**_READ, "remote_block_ids": []}),
+    ("blocks in no group", {**_READ, "remote_block_ids": [1, 2]}),
+    ("blocks of many groups", {**_READ, "remote_block_ids": [[1]] * 65}),
+    ("a negative block", {**_READ, "remote_block_ids": [[1, -1]]}),
+    ("a large block", {**_READ, "remote_block_ids": [[1, 2**31]]}),
+    ("a block that is none", {**_READ, "remote_block_ids": [[1, True]]}),
+    ("half a block", {**_READ, "remote_block_ids": [[1.5]]}),
+    ("a generation as a number", {**_READ, "remote_generation": 5}),
+    ("a large generation", {**_READ, "remote_generation": "f" * 16}),
+    ("a generation of nothing", {**_READ, "remote_generation": ""}),
     ("many fields", {**_PREFILL, **{f"k{i}": i for i in range(10_000)}}),
     ("an id like that of kept KV", {**_DECODE, "transfer_id": "kept-x"}),
     ("an earlier turn without an address", {**_PREFILL, "retained_transfer_id": "t"}),
@@ -146,6 +158,7 @@ _keys = st.sampled_from(
         "tp_size",
         "pp_size",
         "remote_block_ids",
+        "remote_generation",
         "retained_transfer_id",
         "release_transfer_id",
         "retain",
@@ -216,7 +229,15 @@ bodies = st.one_of(
     st.builds(Refused, _registrations, _texts),
     st.builds(Cancel, _registrations, _transfers),
     st.builds(Cancelled, _registrations),
-    st.builds(ReadDone, _registrations, _transfers, _either, st.booleans()),
+    st.builds(
+        ReadDone,
+        _registrations,
+        _transfers,
+        _either,
+        st.booleans(),
+        _wants,
+        st.binary(max_size=65),
+    ),
     st.builds(ReadConfirmed, _registrations, st.booleans()),
     st.builds(NotNeeded, _transfers, _either),
     st.builds(Renew, st.lists(_transfers, max_size=5).map(tuple)),

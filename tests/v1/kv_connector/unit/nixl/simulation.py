@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
+    Hint,
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.delivery import (
@@ -91,6 +92,7 @@ class Simulation(GroundTruth):
         receiver: type[ReceiverTable] = ReceiverTable,
     ) -> None:
         self.pieces = pieces
+        self._sender = sender
         self.senders = {
             AgentName(f"P{rank}"): sender(LEASE, BLOCK) for rank in range(prefill_ranks)
         }
@@ -102,6 +104,8 @@ class Simulation(GroundTruth):
         self.network: list[Envelope] = []
         self.dead: set[AgentName] = set()
         self.lost: set[tuple[AgentName, AgentName]] = set()
+        # What routers were told at the end of a prefill, and tell to decode engines.
+        self.told: dict[TransferId, Hint] = {}
 
     # ---- the prefill engine's scheduler
 
@@ -129,6 +133,9 @@ class Simulation(GroundTruth):
         blocks = tuple(self.prefill_free[:count])
         del self.prefill_free[:count]
         prefill.blocks += blocks
+        if up_to == POSITIONS:
+            table = np.asarray(prefill.blocks, dtype=np.int32)
+            self.told[transfer_id] = Hint(prefill.generation, (table,))
         offer = Offer(
             transfer_id,
             prefill.generation,
@@ -171,6 +178,16 @@ class Simulation(GroundTruth):
                     del self.leases[key]
             self._perform(name, sender.withdraw(transfer_id, "aborted", self.now))
 
+    def restart(self) -> None:
+        """The prefill engine is another one, which knows of nothing."""
+        for name in self.senders:
+            self.senders[name] = self._sender(LEASE, BLOCK)
+        self.network = [e for e in self.network if e.target not in self.senders]
+        self.prefill_memory.clear()
+        self.prefill_free = list(range(POOL))
+        self.prefills.clear()
+        self.leases.clear()
+
     def own_moves(self) -> Iterator[tuple[str, str, tuple[object, ...]]]:
         """What only a kind of simulation can do next: a label, a method, arguments."""
         return iter(())
@@ -188,8 +205,12 @@ class Simulation(GroundTruth):
         transfer_id: TransferId,
         first_block: int = 0,
         called: TransferId | None = None,
+        hint: Hint | None = None,
     ) -> bool:
-        """A decode request is given blocks; whether there were any."""
+        """A decode request is given blocks; whether there were any.
+
+        ``hint`` is where the whole prompt is said to lie.
+        """
         count = POSITIONS - first_block
         free = self.decode_free[decode]
         if decode in self.dead or len(free) < count:
@@ -204,6 +225,7 @@ class Simulation(GroundTruth):
             (np.asarray(blocks, dtype=np.int32),),
             TIMEOUT,
             self.mode,
+            hint and replace(hint, blocks=(hint.blocks[0][first_block:],)),
         )
         self.attempts[registration_id] = Attempt(decode, transfer_id, request)
         self.receivers[decode].receive(request, self.now)
@@ -260,6 +282,24 @@ class Simulation(GroundTruth):
         """A decode request still waits for its turn."""
         for name in self.senders:
             self._send(decode, name, Renew((transfer_id,)))
+
+    def hint(self, transfer_id: TransferId, kind: str) -> Hint | None:
+        """What a client says of it: the truth as it once was, a lie, or a guess.
+
+        Block ids can be guessed, and so before anything is in the blocks; a
+        generation cannot.
+        """
+        told = self.told.get(transfer_id)
+        match kind:
+            case "told":
+                return told
+            case "lie" if told is not None:
+                return replace(told, blocks=((told.blocks[0] + 1) % POOL,))
+            case "guess":
+                blocks = self.prefill_free[:POSITIONS]
+                if len(blocks) == POSITIONS:
+                    return Hint(0, (np.asarray(blocks, dtype=np.int32),))
+        return None
 
     # ---- the network
 

@@ -5,14 +5,21 @@ import pytest
 
 from v1.kv_connector.unit.nixl.explorer import Budget, Case, Planned, explore
 from v1.kv_connector.unit.nixl.faulty import (
+    ConfirmsAnyGeneration,
     ConfirmsAnyRead,
+    ConfirmsOtherBlocks,
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
+    TrustsTheGrant,
+    TrustsTheHint,
     TrustsTheLastPiece,
 )
 from v1.kv_connector.unit.nixl.ground_truth import Violation
 from v1.kv_connector.unit.nixl.simulation import Simulation
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
+    ReceiverTable,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     Mode,
@@ -25,6 +32,12 @@ T0, T1 = TransferId("t0"), TransferId("t1")
 ONE = (Planned(RegistrationId("r0"), T0, D0),)
 TWICE = (*ONE, Planned(RegistrationId("r1"), T0, D1))
 TWO = (*ONE, Planned(RegistrationId("r1"), T1, D0))
+
+HINTED = (Planned(RegistrationId("r0"), T0, D0, "told"),)
+LYING = (Planned(RegistrationId("r0"), T0, D0, "lie"),)
+GUESSING = (Planned(RegistrationId("r0"), T0, D0, "guess"),)
+HINTED_TWICE = (*HINTED, Planned(RegistrationId("r1"), T0, D1, "told"))
+HINTED_LATER = (*HINTED, Planned(RegistrationId("r1"), T1, D0))
 
 Plan = tuple[tuple[Planned, ...], dict[TransferId, int | None], Budget]
 
@@ -51,9 +64,29 @@ CASES: dict[str, Plan] = {
     "two": (TWO, {T0: 1, T1: None}, Budget(cancels=1, withdrawals=1)),
 }
 
+BY_A_HINT: dict[str, Plan] = {
+    "cancel": (HINTED, {T0: 1}, Budget(cancels=1, ticks=3)),
+    "repeat": (HINTED, {T0: 1}, Budget(repeats=2, cancels=1, ticks=1)),
+    "loss": (HINTED, {T0: 1}, Budget(losses=2, cancels=1, ticks=2)),
+    "withdraw": (HINTED, {T0: 1}, Budget(withdrawals=1, cancels=1, ticks=1)),
+    "break": (HINTED, {T0: 1}, Budget(failures=1, cancels=1, losses=1, ticks=1)),
+    "silence": (HINTED, {T0: 1}, Budget(silences=1, cancels=1, ticks=2)),
+    "death": (HINTED, {T0: 1}, Budget(deaths=1, cancels=1, ticks=1)),
+    "restart": (HINTED, {T0: 1}, Budget(restarts=1, losses=1, repeats=1, ticks=1)),
+    "late": (HINTED, {T0: 1}, Budget(ticks=5)),
+    "lie": (LYING, {T0: 1}, Budget(cancels=1, repeats=1, losses=1, ticks=1)),
+    "guess": (GUESSING, {T0: 1}, Budget(cancels=1, repeats=1, losses=1, ticks=1)),
+    "twice": (HINTED_TWICE, {T0: 2}, Budget(cancels=1, ticks=1)),
+    "unannounced": (HINTED_TWICE, {T0: None}, Budget(repeats=1, ticks=1)),
+    "reused": (HINTED_LATER, {T0: 1, T1: 1}, Budget(restarts=1, cancels=1)),
+}
+"""READs that begin before they are allowed."""
 
-def _explore(mode: Mode, name: str, depth: int, settle_each: int) -> None:
-    planned, transfers, budget = CASES[name]
+
+def _explore(
+    mode: Mode, name: str, depth: int, settle_each: int, plans: dict[str, Plan] = CASES
+) -> None:
+    planned, transfers, budget = plans[name]
     case = Case(
         Simulation(
             mode,
@@ -86,8 +119,26 @@ def test_no_long_order_breaks_a_promise(mode: Mode, name: str) -> None:
     _explore(mode, name, depth=11, settle_each=10)
 
 
-def _search(simulation: Simulation, budget: Budget, depth: int) -> None:
-    explore(Case(simulation, {T0: 1}, list(ONE), budget), depth, settle_each=10**9)
+@pytest.mark.parametrize("name", BY_A_HINT)
+@pytest.mark.timeout(60)
+def test_no_order_lets_a_hint_break_a_promise(name: str) -> None:
+    _explore(Mode.PULL, name, 8, 10, BY_A_HINT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BY_A_HINT)
+@pytest.mark.timeout(600)
+def test_no_long_order_lets_a_hint_break_a_promise(name: str) -> None:
+    _explore(Mode.PULL, name, 12, 10, BY_A_HINT)
+
+
+def _search(
+    simulation: Simulation,
+    budget: Budget,
+    depth: int,
+    planned: tuple[Planned, ...] = ONE,
+) -> None:
+    explore(Case(simulation, {T0: 1}, list(planned), budget), depth, settle_each=10**9)
 
 
 @pytest.mark.timeout(120)
@@ -126,3 +177,27 @@ def test_a_sender_that_retracts_under_writes_is_found() -> None:
 def test_a_sender_that_confirms_any_read_is_found() -> None:
     with pytest.raises(Violation, match="is received with None"):
         _search(Simulation(Mode.PULL, sender=ConfirmsAnyRead), Budget(ticks=4), 12)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("receiver", [TrustsTheHint, TrustsTheGrant])
+@pytest.mark.parametrize("planned", [HINTED, GUESSING])
+def test_a_receiver_that_asks_for_no_confirmation_is_found(
+    receiver: type[ReceiverTable], planned: tuple[Planned, ...]
+) -> None:
+    with pytest.raises(Violation, match=r"is received with|without confirmation"):
+        _search(Simulation(Mode.PULL, receiver=receiver), Budget(ticks=4), 10, planned)
+
+
+@pytest.mark.timeout(120)
+def test_a_sender_that_confirms_other_blocks_is_found() -> None:
+    with pytest.raises(Violation, match="is received with"):
+        _search(Simulation(Mode.PULL, sender=ConfirmsOtherBlocks), Budget(), 10, LYING)
+
+
+@pytest.mark.timeout(120)
+def test_a_sender_that_confirms_any_generation_is_found() -> None:
+    with pytest.raises(Violation, match="is received with None"):
+        _search(
+            Simulation(Mode.PULL, sender=ConfirmsAnyGeneration), Budget(), 10, GUESSING
+        )

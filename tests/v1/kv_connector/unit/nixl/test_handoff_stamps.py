@@ -59,6 +59,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Register,
     Want,
+    blocks_digest,
     pack_blocks,
 )
 
@@ -152,7 +153,11 @@ def test_a_lender_stamps_the_lease() -> None:
     table.lease_request(D, LeaseRequest(T, R, WANT), 2)
     # Said again, because the answer was lost.
     table.lease_request(D, LeaseRequest(T, R, WANT), 3)
-    stamps = _stamps(table.read_done(D, ReadDone(R, T, 1, True), 4))
+    stamps = _stamps(
+        table.read_done(
+            D, ReadDone(R, T, 1, True, WANT, blocks_digest(_chunk(0, 2).blocks)), 4
+        )
+    )
     assert stamps.chunks == 1
     assert stamps.at == {
         Stage.PREFILL_ENDED: 1,

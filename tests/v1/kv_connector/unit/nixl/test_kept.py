@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Refused,
     Want,
+    blocks_digest,
     unpack_blocks,
 )
 
@@ -39,6 +40,7 @@ BLOCK = 4
 LEASE = 10.0
 TOKENS = 10
 GENERATION = 3
+BLOCKS = (7, 5, 9)
 P, Q = AgentName("p"), AgentName("q")
 R, S = RegistrationId("r"), RegistrationId("s")
 NAME = TransferId("kept-0")
@@ -54,7 +56,7 @@ class Rank:
 
     @staticmethod
     def offer(name: TransferId, generation: int = GENERATION) -> Offer:
-        blocks = np.array([7, 5, 9], dtype=np.int32)
+        blocks = np.array(BLOCKS, dtype=np.int32)
         return Offer(name, generation, TOKENS, b"", (blocks,))
 
     def ask(
@@ -76,8 +78,10 @@ class Rank:
         ok: bool = True,
         generation: int = GENERATION,
         name: TransferId = NAME,
+        blocks: tuple[int, ...] = BLOCKS,
     ) -> list[Action]:
-        message = ReadDone(registration_id, name, generation, ok)
+        read = blocks_digest([blocks])
+        message = ReadDone(registration_id, name, generation, ok, ALL, read)
         return self.table.read_done(peer, message, now)
 
     def idle(self) -> bool:

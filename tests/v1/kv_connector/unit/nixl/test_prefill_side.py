@@ -293,7 +293,8 @@ def test_one_that_is_preempted_and_resumed_in_a_step_begins_anew(chunked: Side) 
     preempted = {prompt.request_id}
     (command,), (anew,) = _step(chunked, prompt, again, 0, 16, preempted=preempted)
     assert command == Retract(T, offer.generation)
-    assert (anew.first_block, anew.generation) == (0, offer.generation + 1)
+    assert anew.first_block == 0
+    assert anew.generation > offer.generation
 
 
 def test_retracted_blocks_wait_for_every_rank() -> None:

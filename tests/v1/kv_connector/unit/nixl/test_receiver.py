@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
+    Hint,
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
@@ -33,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     TransferId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    BlockArray,
     Cancel,
     Done,
     LeaseGranted,
@@ -41,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Register,
     Want,
+    blocks_digest,
     pack_blocks,
 )
 
@@ -53,10 +56,13 @@ WANT = Want(10, 4, 6, b"digest")
 NOTHING = TransferSize()
 
 
+def _ids(*blocks: int) -> tuple[BlockArray, ...]:
+    return (np.array(blocks, dtype=np.int32),)
+
+
 def _asked(mode: Mode, *sources: AgentName) -> ReceiverTable:
     table = ReceiverTable(REPEAT)
-    blocks = (np.array([3, 4], dtype=np.int32),)
-    table.receive(ReceiveRequest(R, T, WANT, blocks, TIMEOUT, mode), 0)
+    table.receive(ReceiveRequest(R, T, WANT, _ids(3, 4), TIMEOUT, mode), 0)
     actions = table.connected(R, sources or (P,), 1)
     register = Register(T, R, WANT, (pack_blocks([3, 4]),))
     ask: Message = register if mode is Mode.PUSH else LeaseRequest(T, R, WANT)
@@ -258,6 +264,10 @@ def _grant(generation: int = 5, blocks: tuple[int, ...] = (8, 9)) -> LeaseGrante
     return LeaseGranted(R, generation, 30.0, (pack_blocks(blocks),))
 
 
+def _read_done(ok: bool, generation: int = 5, *blocks: int) -> ReadDone:
+    return ReadDone(R, T, generation, ok, WANT, blocks_digest([blocks or (8, 9)]))
+
+
 def _reading() -> ReceiverTable:
     table = _asked(Mode.PULL)
     (read,) = table.granted(P, _grant(), 2)
@@ -270,10 +280,8 @@ def _reading() -> ReceiverTable:
 def test_a_read_counts_when_it_is_confirmed() -> None:
     table = _reading()
     size = TransferSize(70, 2)
-    assert table.read_ended(P, R, size, None, 3) == [
-        Send(P, ReadDone(R, T, 5, ok=True))
-    ]
-    assert _sent(table.tick(3 + REPEAT)) == [ReadDone(R, T, 5, ok=True)]
+    assert table.read_ended(P, R, size, None, 3) == [Send(P, _read_done(ok=True))]
+    assert _sent(table.tick(3 + REPEAT)) == [_read_done(ok=True)]
     assert _events(table.read_confirmed(P, R, True, 6)) == [Received(R, 6, size, 6.0)]
     assert _empty(table)
 
@@ -289,7 +297,7 @@ def test_a_read_that_is_not_confirmed_fails() -> None:
 def test_a_failed_read_is_told_to_the_lender() -> None:
     table = _reading()
     actions = table.read_ended(P, R, NOTHING, "broken", 3)
-    assert _sent(actions)[0] == ReadDone(R, T, 5, ok=False)
+    assert _sent(actions)[0] == _read_done(ok=False)
     assert _failed(actions).kind is FailureKind.TRANSFER
 
 
@@ -326,7 +334,7 @@ def test_a_cancelled_reader_is_quiet_when_its_own_read_has_ended() -> None:
     assert table.cancelled(P, R) == []
     assert table.read_confirmed(P, R, True, 4) == []
     actions = table.read_ended(P, R, NOTHING, None, 5)
-    assert _sent(actions) == [ReadDone(R, T, 5, ok=False)]
+    assert _sent(actions) == [_read_done(ok=False)]
     assert _events(actions) == [ReceiveQuiet(R)]
 
 
@@ -359,6 +367,140 @@ def test_push_messages_do_nothing_in_pull_and_the_reverse() -> None:
     assert pull.finished(P, R, 2) == []
     assert push.granted(P, _grant(), 2) == []
     assert pull.sizes()["receiver_attempts"] == push.sizes()["receiver_attempts"] == 1
+
+
+# ---- pull, by a hint
+
+
+def _hinted(*sources: AgentName) -> ReceiverTable:
+    sources = sources or (P,)
+    table = ReceiverTable(REPEAT)
+    hint = Hint(5, _ids(8, 9))
+    table.receive(ReceiveRequest(R, T, WANT, _ids(3, 4), TIMEOUT, Mode.PULL, hint), 0)
+    actions = table.connected(R, sources, 1)
+    assert actions[: len(sources)] == [
+        Send(source, LeaseRequest(T, R, WANT)) for source in sources
+    ]
+    reads = actions[len(sources) :]
+    assert len(reads) == len(sources)
+    for read, source in zip(reads, sources, strict=True):
+        assert isinstance(read, StartRead)
+        assert (read.peer, read.want) == (source, WANT)
+        assert [b.tolist() for b in read.local_blocks] == [[3, 4]]
+        assert [b.tolist() for b in read.remote_blocks] == [[8, 9]]
+    return table
+
+
+def test_a_read_by_a_hint_begins_with_the_question_and_counts_when_confirmed() -> None:
+    table = _hinted()
+    size = TransferSize(70, 2)
+    actions = table.read_ended(P, R, size, None, 2)
+    assert actions == [Send(P, _read_done(ok=True))]
+    assert table.granted(P, _grant(), 3) == []
+    assert _events(table.read_confirmed(P, R, True, 4)) == [Received(R, 6, size, 4.0)]
+    assert _empty(table)
+
+
+def test_a_hint_is_no_reason_to_read_twice() -> None:
+    table = _hinted()
+    assert table.accepted(P, R, 1) == []
+    assert table.granted(P, _grant(), 2) == []
+    assert table.granted(P, _grant(), 2) == []
+    table.read_ended(P, R, NOTHING, None, 3)
+    assert _events(table.read_confirmed(P, R, True, 4)) != []
+
+
+def test_a_confirmation_does_for_a_grant_that_was_lost() -> None:
+    table = _hinted()
+    table.read_ended(P, R, NOTHING, None, 2)
+    assert _sent(table.tick(2 + REPEAT)) == [_read_done(ok=True)]
+    assert _events(table.read_confirmed(P, R, True, 5)) != []
+    assert table.granted(P, _grant(), 6) == []
+
+
+def test_neither_a_grant_nor_the_end_of_a_read_is_a_confirmation() -> None:
+    table = _hinted()
+    table.granted(P, _grant(), 2)
+    assert table.read_confirmed(P, R, True, 2) == []
+    assert _events(table.read_ended(P, R, NOTHING, None, 3)) == []
+    assert table.sizes()["receiver_attempts"] == 1
+
+
+@pytest.mark.parametrize(
+    "grant", [_grant(generation=6), _grant(blocks=(9, 8)), _grant(blocks=(8, 7))]
+)
+def test_a_hint_that_lies_fails_the_read_which_must_still_end(
+    grant: LeaseGranted,
+) -> None:
+    table = _hinted()
+    actions = table.granted(P, grant, 2)
+    failed = _failed(actions)
+    assert (failed.kind, failed.quiet) == (FailureKind.LEASE, False)
+    assert "remote_block_ids" in failed.reason
+    assert _sent(actions) == [Cancel(R, T)]
+    assert table.granted(P, grant, 3) == []
+    assert table.read_confirmed(P, R, True, 3) == []
+    assert _events(table.read_ended(P, R, NOTHING, None, 4)) == [ReceiveQuiet(R)]
+    assert _empty(table)
+
+
+def test_a_hint_that_lies_is_found_out_after_the_read_too() -> None:
+    table = _hinted()
+    table.read_ended(P, R, NOTHING, None, 2)
+    failed = _failed(table.granted(P, _grant(generation=6), 3))
+    assert (failed.kind, failed.quiet) == (FailureKind.LEASE, True)
+
+
+def test_a_read_by_a_hint_that_is_denied_fails() -> None:
+    table = _hinted()
+    table.read_ended(P, R, NOTHING, None, 2)
+    failed = _failed(table.read_confirmed(P, R, False, 3))
+    assert (failed.kind, failed.quiet) == (FailureKind.LEASE, True)
+    assert _empty(table)
+
+
+def test_blocks_that_cannot_be_read_are_named() -> None:
+    table = _hinted()
+    reason = "remote block ids reach from 8 to 9, that side has 4 blocks"
+    actions = table.read_ended(P, R, NOTHING, reason, 1)
+    failed = _failed(actions)
+    assert (failed.kind, failed.quiet) == (FailureKind.TRANSFER, True)
+    assert failed.reason == f"remote_block_ids of kv_transfer_params: {reason}"
+    assert _sent(actions) == [_read_done(ok=False), Cancel(R, T)]
+
+
+def test_a_refused_hint_waits_for_its_read() -> None:
+    table = _hinted()
+    assert not _failed(table.refused(P, R, "no such hand-off", 2)).quiet
+    assert _events(table.read_ended(P, R, NOTHING, None, 3)) == [ReceiveQuiet(R)]
+
+
+def test_a_cancelled_read_by_a_hint_is_quiet_when_it_has_ended() -> None:
+    table = _hinted()
+    actions = table.cancel(R, "aborted", 2)
+    assert not _failed(actions).quiet
+    assert _sent(actions) == [Cancel(R, T)]
+    actions = table.read_ended(P, R, NOTHING, None, 3)
+    assert _sent(actions) == [_read_done(ok=False)]
+    assert _events(actions) == [ReceiveQuiet(R)]
+
+
+def test_all_lenders_must_confirm_a_hint() -> None:
+    table = _hinted(P, Q)
+    table.read_ended(P, R, NOTHING, None, 2)
+    assert table.read_confirmed(P, R, True, 3) == []
+    table.granted(Q, _grant(), 3)
+    assert _sent(table.tick(1 + REPEAT)) == [LeaseRequest(T, R, WANT)]
+    table.read_ended(Q, R, NOTHING, None, 4)
+    assert _sent(table.tick(6 + REPEAT)) == [_read_done(ok=True)]
+    assert _events(table.read_confirmed(Q, R, True, 9)) != []
+
+
+def test_a_hint_is_of_no_use_to_what_is_written() -> None:
+    table = ReceiverTable(REPEAT)
+    hint = Hint(5, _ids(8, 9))
+    table.receive(ReceiveRequest(R, T, WANT, _ids(3, 4), TIMEOUT, Mode.PUSH, hint), 0)
+    assert [type(action) for action in table.connected(R, [P], 1)] == [Send]
 
 
 # ---- watches

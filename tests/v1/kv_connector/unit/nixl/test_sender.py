@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side's table, case by case."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -34,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Refused,
     Register,
     Want,
+    blocks_digest,
     pack_blocks,
     unpack_blocks,
 )
@@ -371,8 +373,10 @@ def _leased(receivers: int = 1) -> SenderTable:
     return table
 
 
-def _read_done(generation: int = 5, ok: bool = True) -> ReadDone:
-    return ReadDone(R, T, generation, ok)
+def _read_done(
+    generation: int = 5, ok: bool = True, blocks: tuple[int, ...] = (8, 9)
+) -> ReadDone:
+    return ReadDone(R, T, generation, ok, _want(first=4), blocks_digest([blocks]))
 
 
 def test_a_read_in_time_counts() -> None:
@@ -388,7 +392,14 @@ def test_a_read_in_time_counts() -> None:
 
 @pytest.mark.parametrize(
     ("done", "now"),
-    [(_read_done(), LEASE + 1), (_read_done(4), 1.0), (_read_done(ok=False), 1.0)],
+    [
+        (_read_done(), LEASE + 1),
+        (_read_done(4), 1.0),
+        (_read_done(ok=False), 1.0),
+        (_read_done(blocks=(8, 7)), 1.0),
+        (_read_done(blocks=(9, 8)), 1.0),
+        (_read_done(blocks=(8,)), 1.0),
+    ],
 )
 def test_a_read_that_was_late_or_of_other_blocks_does_not_count(
     done: ReadDone, now: float
@@ -433,6 +444,59 @@ def test_a_withdrawn_lease_is_refused() -> None:
 
 def test_a_read_of_something_unknown_does_not_count() -> None:
     assert _sent(_table().read_done(D, _read_done(), 0)) == [ReadConfirmed(R, False)]
+
+
+ASKED = LeaseRequest(T, R, _want(first=4))
+
+
+def test_a_read_that_ended_before_a_rank_knows_of_the_offer_counts_later() -> None:
+    table = _table()
+    table.expect(T, 1, (), 0)
+    assert _sent(table.lease_request(D, ASKED, 0)) == [Accepted(R)]
+    assert table.read_done(D, _read_done(), 1) == []
+    (grant,) = _sent(table.offer(_offer(generation=5), 2))
+    assert isinstance(grant, LeaseGranted)
+    actions = table.read_done(D, _read_done(), 3)
+    assert _sent(actions) == [ReadConfirmed(R, True)]
+    assert _closed(actions)[0].reason is CloseReason.SERVED
+
+
+def test_a_reader_that_gives_up_before_the_offer_is_told_so() -> None:
+    table = _table()
+    table.expect(T, 1, (), 0)
+    table.lease_request(D, ASKED, 0)
+    assert _sent(table.read_done(D, _read_done(ok=False), 1)) == [
+        ReadConfirmed(R, False)
+    ]
+
+
+def test_word_of_a_read_does_for_a_request_that_was_lost() -> None:
+    table = _table()
+    table.expect(T, 1, (), 0)
+    table.offer(_offer(generation=5), 0)
+    actions = table.read_done(D, _read_done(), 1)
+    grant, confirmed = _sent(actions)
+    assert isinstance(grant, LeaseGranted)
+    assert confirmed == ReadConfirmed(R, True)
+    assert _closed(actions)[0].reason is CloseReason.SERVED
+    assert _sent(table.lease_request(D, ASKED, 2)) == [Finished(R)]
+
+
+def test_word_of_a_read_that_does_not_fit_is_refused() -> None:
+    table = _table()
+    table.expect(T, 1, (), 0)
+    table.offer(_offer(generation=5), 0)
+    beyond = msgspec.structs.replace(_read_done(), want=_want(first=3))
+    refused, confirmed = _sent(table.read_done(D, beyond, 1))
+    assert isinstance(refused, Refused)
+    assert confirmed == ReadConfirmed(R, False)
+
+
+def test_an_engine_that_was_restarted_denies_a_read_at_once() -> None:
+    table = _table()
+    assert _sent(table.lease_request(D, ASKED, 0)) == [Accepted(R)]
+    assert _sent(table.read_done(D, _read_done(), 0)) == [ReadConfirmed(R, False)]
+    assert "failed" in _refusal(table.lease_request(D, ASKED, 1))
 
 
 # ---- names

@@ -72,7 +72,7 @@ MESSAGES: list[Message] = [
     Refused(R, "no"),
     Cancel(R, T),
     Cancelled(R),
-    ReadDone(R, T, 3, True),
+    ReadDone(R, T, 3, True, WANT, b"digest"),
     ReadConfirmed(R, False),
     NotNeeded(T, 0),
     Renew((T, T)),

@@ -42,6 +42,15 @@ def new_registration_id() -> RegistrationId:
     return RegistrationId(secrets.token_hex(12))
 
 
+def new_generation(count: int) -> int:
+    """A number for the ``count``-th computation of a prompt in this engine.
+
+    Greater than those before, and not to be guessed: whoever knows it was told by
+    this engine, which tells nobody before the prompt is computed.
+    """
+    return count << 32 | secrets.randbits(32)
+
+
 def new_agent_name(engine_id: EngineId, rank: int) -> AgentName:
     """A name that is new for every incarnation, so that a restart is visible."""
     return AgentName(f"{engine_id}:{rank}:{secrets.token_hex(8)}")

@@ -6,6 +6,7 @@ parsed once into one of two typed values or refused with a reason.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,11 @@ from .ids import KEPT_PREFIX, EngineId, Mode, RequestId, TransferId
 MAX_ID_CHARS = 256
 MAX_RECEIVERS = 4096
 MAX_RANKS = 4096
+MAX_GROUPS = 64
+MAX_BLOCKS = 1 << 22
+"""Block ids of one group: as many as a message may hold."""
+
+MAX_BLOCK_ID = 2**31 - 1
 
 
 class ParamsError(ValueError):
@@ -59,6 +65,18 @@ class PrefillAddress:
 
 
 @dataclass(frozen=True)
+class Whereabouts:
+    """Where the prefill engine has said that the prompt's KV lies.
+
+    ``blocks`` holds, per KV cache group, the block ids from the start of the prompt.
+    A client has relayed it, so it is a hint and no more.
+    """
+
+    generation: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class DecodeParams:
     """The decode leg: obtain the prompt's KV from ``address``.
 
@@ -68,6 +86,7 @@ class DecodeParams:
         address: the prefill engine.
         retain: whether the KV may be kept for a later turn.
         releases: the turn whose KV is not needed once this one has ended well.
+        whereabouts: where the KV is said to lie, if the router relays that.
     """
 
     transfer_id: TransferId | None
@@ -75,6 +94,7 @@ class DecodeParams:
     address: PrefillAddress
     retain: bool = True
     releases: TransferId | None = None
+    whereabouts: Whereabouts | None = None
 
 
 def _error(key: str, value: object, expected: str) -> ParamsError:
@@ -212,7 +232,30 @@ def _parse_decode(params: Mapping[str, Any]) -> DecodeParams:
         ),
         retain=_flag(params, "retain", default=True),
         releases=_transfer_id(params, "release_transfer_id"),
+        whereabouts=_whereabouts(params),
     )
+
+
+def _whereabouts(params: Mapping[str, Any]) -> Whereabouts | None:
+    generation, groups = params.get("remote_generation"), params.get("remote_block_ids")
+    if generation is None or groups is None:
+        return None
+    if not isinstance(generation, str) or not re.fullmatch(
+        r"[0-7]?[0-9a-f]{1,15}", generation
+    ):
+        raise _error("remote_generation", generation, "what the prefill engine gave")
+    if not isinstance(groups, list) or not 0 < len(groups) <= MAX_GROUPS:
+        raise _error("remote_block_ids", groups, f"1 to {MAX_GROUPS} lists of integers")
+    for group in groups:
+        if not isinstance(group, list) or len(group) > MAX_BLOCKS:
+            expected = f"lists of up to {MAX_BLOCKS} integers"
+            raise _error("remote_block_ids", group, expected)
+        wrong = next((block for block in group if type(block) is not int), None)
+        if wrong is None and group and (min(group) < 0 or max(group) > MAX_BLOCK_ID):
+            wrong = max(group, key=lambda block: -block if block < 0 else block)
+        if wrong is not None:
+            raise _error("remote_block_ids", wrong, f"ids from 0 to {MAX_BLOCK_ID}")
+    return Whereabouts(int(generation, 16), tuple(tuple(group) for group in groups))
 
 
 def prefill_result(
@@ -223,17 +266,19 @@ def prefill_result(
     address: PrefillAddress,
     block_ids: tuple[list[int], ...],
     num_tokens: int,
+    generation: int | None = None,
 ) -> dict[str, Any]:
     """What a finished prefill leg returns, for the router to relay to D.
 
-    ``block_ids`` are for routers that look at them; a decode engine asks the
-    prefill engine for its blocks and does not take them from here.
+    With the ``generation`` that was computed into ``block_ids`` D begins to read them
+    while it asks for a lease; without, it waits for the lease, which names the blocks.
     """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         "remote_block_ids": [list(group) for group in block_ids],
+        "remote_generation": None if generation is None else f"{generation:x}",
         "remote_engine_id": address.engine_id,
         "remote_request_id": request_id,
         "remote_host": address.host,

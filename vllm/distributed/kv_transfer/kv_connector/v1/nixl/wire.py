@@ -6,6 +6,8 @@ notification from NIXL; a notification carries the sender's :class:`RankInfo`
 until the receiver has acknowledged it, so that order does not matter.
 """
 
+import hashlib
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -14,7 +16,7 @@ import numpy.typing as npt
 
 from .ids import AgentName, EngineId, RegistrationId, TransferId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PACKET_BYTES = 16 << 20
 """Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
@@ -23,7 +25,7 @@ MAX_RANK_BYTES = 4 << 20
 """Largest encoded :class:`RankInfo`: its receiver keeps it."""
 
 DIGEST_BYTES = 16
-"""Length of what stands for a block's content in :class:`Kept`."""
+"""Length of what stands for a block's content in :class:`Kept`, or for block ids."""
 
 MAX_REASON_CHARS = 1000
 """Of a peer's reason for something, so much is kept."""
@@ -33,6 +35,9 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """Bytes."""
+
+Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""One computation of a prompt; see :func:`.ids.new_generation`."""
 
 Piece: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 """A chunk, or a piece of one; the receiver keeps the numbers."""
@@ -167,7 +172,7 @@ class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
     """
 
     registration_id: Registration
-    generation: Count
+    generation: Generation
     seconds: float
     blocks: tuple[bytes, ...]
 
@@ -218,12 +223,19 @@ class Cancelled(_Message, frozen=True, tag="cancelled"):
 
 
 class ReadDone(_Message, frozen=True, tag="read_done"):
-    """D → P (pull): my READ has ended."""
+    """D → P (pull): my READ has ended.
+
+    ``blocks`` is the :func:`blocks_digest` of what it has read, which P compares with
+    what it has leased: D may have read before it had P's answer. ``want`` is that of
+    its :class:`LeaseRequest`, which may have been lost.
+    """
 
     registration_id: Registration
     transfer_id: Transfer
-    generation: Count
+    generation: Generation
     ok: bool
+    want: Want
+    blocks: Digest
 
 
 class ReadConfirmed(_Message, frozen=True, tag="read_confirmed"):
@@ -349,7 +361,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: Transfer
-    generation: Count
+    generation: Generation
     num_tokens: Count
     block_size: Count
     hashing: str
@@ -451,3 +463,13 @@ def unpack_blocks(data: bytes) -> BlockArray:
     if len(data) % 4:
         raise WireError(f"block list of {len(data)} bytes is not a list of int32")
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+
+
+def blocks_digest(groups: Iterable[npt.ArrayLike]) -> bytes:
+    """What stands for the block ids of all groups, in their order."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for group in groups:
+        packed = pack_blocks(group)
+        digest.update(len(packed).to_bytes(8, "little"))
+        digest.update(packed)
+    return digest.digest()

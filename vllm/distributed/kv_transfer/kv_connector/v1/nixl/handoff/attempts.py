@@ -6,7 +6,14 @@ from enum import Enum, auto
 
 from ..ids import AgentName, Mode, RegistrationId, TransferId
 from ..timeline import Stage, Stamps
-from ..wire import BlockArray, Done, LeaseGranted, Want
+from ..wire import (
+    BlockArray,
+    Done,
+    LeaseGranted,
+    ReadDone,
+    Want,
+    blocks_digest,
+)
 from .actions import TransferSize
 
 MAX_PIECES = 1 << 20
@@ -29,7 +36,8 @@ class Source:
     """What one writing or readable rank has told so far.
 
     ``pieces`` holds what has landed of each chunk, ``complete`` the chunks that have
-    landed whole.
+    landed whole; ``remote`` the blocks that are read or have been, if any, which are
+    of ``generation``.
     """
 
     pieces: dict[int, set[int]] = field(default_factory=dict)
@@ -38,6 +46,8 @@ class Source:
     num_pieces: int = 0
     finished: bool = False
     granted: LeaseGranted | None = None
+    remote: tuple[BlockArray, ...] | None = None
+    generation: int = 0
     read: bool = False
     quiet: bool = False
 
@@ -52,6 +62,14 @@ class Source:
         if self.last_chunk is None:
             return self.finished
         return self.finished or len(self.complete) > self.last_chunk
+
+    def is_read_as(self, generation: int, blocks: tuple[BlockArray, ...]) -> bool:
+        """Whether these are the blocks that are read."""
+        return (
+            self.remote is not None
+            and self.generation == generation
+            and blocks_digest(self.remote) == blocks_digest(blocks)
+        )
 
     def landed(self, msg: Done) -> bool:
         """A piece has; whether that is news."""
@@ -70,12 +88,24 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Hint:
+    """Where wanted KV is said to lie, which its holder has yet to confirm.
+
+    ``blocks`` are aligned with those of the :class:`ReceiveRequest`.
+    """
+
+    generation: int
+    blocks: tuple[BlockArray, ...]
+
+
+@dataclass(frozen=True)
 class ReceiveRequest:
     """One attempt: which tokens, into which blocks, within how long (seconds).
 
     With ``mode`` push the other side WRITEs, with pull this one READs. ``blocks``
     holds, per KV cache group, the block ids for the positions from
-    ``want.first_token`` on.
+    ``want.first_token`` on. With a ``hint`` the READ begins while its lease is asked
+    for.
     """
 
     registration_id: RegistrationId
@@ -84,6 +114,7 @@ class ReceiveRequest:
     blocks: tuple[BlockArray, ...]
     timeout: float
     mode: Mode
+    hint: Hint | None = None
 
 
 @dataclass
@@ -104,6 +135,17 @@ class Attempt:
     def reads(self) -> bool:
         """Whether this rank READs, and is not written to."""
         return self.request.mode is Mode.PULL
+
+    def read_done(self, source: Source, ok: bool) -> ReadDone:
+        """What a lender is told when this rank's READ has ended."""
+        return ReadDone(
+            self.request.registration_id,
+            self.request.transfer_id,
+            source.generation,
+            ok,
+            self.request.want,
+            blocks_digest(source.remote or ()),
+        )
 
     def landed(self, msg: Done, now: float, is_end: bool) -> None:
         """A piece has, for the first time; ``is_end``: of its last chunk too."""

@@ -12,8 +12,10 @@ from ..wire import (
     Cancelled,
     Finished,
     LeaseGranted,
+    ReadDone,
     Refused,
     Want,
+    blocks_digest,
     pack_blocks,
 )
 from .actions import CloseReason, Offer, SenderClosed, StartWrite, TransferSize
@@ -177,13 +179,33 @@ def grant(
     block_size: int,
 ) -> LeaseGranted:
     """A lease of ``seconds`` on the blocks of ``offer`` that hold ``want``."""
-    wanted = want.block_range(block_size)
     return LeaseGranted(
         registration_id,
         offer.generation,
         seconds,
-        tuple(pack_blocks(g[wanted.start : wanted.stop]) for g in offer.blocks),
+        tuple(pack_blocks(group) for group in _blocks_of(offer, want, block_size)),
     )
+
+
+def is_of(done: ReadDone, offer: Offer, want: Want, block_size: int) -> bool:
+    """Whether what was read are the blocks of ``offer`` that hold ``want``."""
+    return done.generation == offer.generation and done.blocks == blocks_digest(
+        _blocks_of(offer, want, block_size)
+    )
+
+
+def is_early(handoff: Handoff, claim: Claim) -> bool:
+    """Whether a READ for it may have ended before this rank knows of the offer.
+
+    The engine has told the router once all ranks had computed theirs. D says again
+    that it has read.
+    """
+    return claim.state is ClaimState.WAITING and handoff.stage is not Stage.AWAITED
+
+
+def _blocks_of(offer: Offer, want: Want, block_size: int) -> list[BlockArray]:
+    wanted = want.block_range(block_size)
+    return [group[wanted.start : wanted.stop] for group in offer.blocks]
 
 
 def next_writes(computed: Computed, claim: Claim, block_size: int) -> list[StartWrite]:

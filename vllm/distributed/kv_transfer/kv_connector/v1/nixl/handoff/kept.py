@@ -33,7 +33,7 @@ from .actions import (
     SenderClosed,
     TransferSize,
 )
-from .claims import grant, is_part
+from .claims import grant, is_of, is_part
 from .history import History
 
 HISTORY = 8192
@@ -141,7 +141,7 @@ class KeptTable:
         counts = (
             msg.ok
             and now <= lease.end
-            and msg.generation == entry.offer.generation
+            and is_of(msg, entry.offer, lease.want, self._block_size)
             and msg.transfer_id == name
         )
         if counts:

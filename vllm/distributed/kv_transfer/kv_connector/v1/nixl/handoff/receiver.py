@@ -5,7 +5,12 @@ One attempt goes through::
 
     CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    WRITE
     CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      READ
+    CONNECTING ────────────────▶ READING ──▶ CONFIRMING ──▶ received      by a hint
           any of them ──▶ QUIESCING ──▶ gone
+
+A READ by a hint begins while its lease is asked for. It counts like any other only
+once its lender has confirmed that what was read is what it holds for this attempt; a
+lease on other blocks than the hint's fails the attempt.
 
 QUIESCING means that the outcome is known to the scheduler while it is not yet
 proven that nothing writes into the blocks: until every source has said so, or is
@@ -17,12 +22,12 @@ from collections.abc import Sequence
 from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage
 from ..wire import (
+    BlockArray,
     Cancel,
     Done,
     LeaseGranted,
     LeaseRequest,
     Message,
-    ReadDone,
     Register,
     WireError,
     pack_blocks,
@@ -75,7 +80,14 @@ class ReceiverTable:
         attempt.sources = {name: Source() for name in sources}
         attempt.state = State.REQUESTED
         attempt.stamps.mark(Stage.ASKED, now)
-        return self._ask(attempt, now)
+        actions = self._ask(attempt, now)
+        hint = attempt.request.hint
+        if hint is not None and attempt.reads:
+            # Nobody is told where KV lies before it is computed.
+            attempt.stamps.mark(Stage.PREFILL_ENDED, now)
+            for name in sources:
+                actions.append(self._read(attempt, name, hint.generation, hint.blocks))
+        return actions
 
     def unreachable(
         self, registration_id: RegistrationId, reason: str, now: float
@@ -154,21 +166,17 @@ class ReceiverTable:
         return self._quiesce(attempt)
 
     def granted(self, peer: AgentName, msg: LeaseGranted, now: float) -> list[Action]:
-        """P has leased its blocks to us: read them."""
+        """P has leased its blocks to us: read them, if they are not yet being read."""
         attempt, source = self._lookup(peer, msg.registration_id)
         if attempt is None or source is None or not attempt.reads:
+            return []
+        if attempt.state is State.QUIESCING:
             return []
         if source.granted is not None:
             if source.granted.generation != msg.generation:
                 return self._fail(
                     attempt, FailureKind.LEASE, "the leased KV was replaced", now
                 )
-            return []
-        if attempt.state not in (
-            State.REQUESTED,
-            State.ACCEPTED,
-            State.READING,
-        ):
             return []
         try:
             remote = tuple(unpack_blocks(group) for group in msg.blocks)
@@ -183,20 +191,20 @@ class ReceiverTable:
                 now,
             )
         source.granted = msg
-        # What may be read is computed.
         attempt.stamps.mark(Stage.ANSWERED, now)
-        attempt.stamps.mark(Stage.PREFILL_ENDED, now)
-        attempt.state = State.READING
-        attempt.open_reads += 1
-        return [
-            StartRead(
-                peer,
-                msg.registration_id,
-                attempt.request.want,
-                attempt.request.blocks,
-                remote,
-            )
-        ]
+        if source.remote is None:
+            # What may be read is computed.
+            attempt.stamps.mark(Stage.PREFILL_ENDED, now)
+            return [self._read(attempt, peer, msg.generation, remote)]
+        if source.is_read_as(msg.generation, remote):
+            return []
+        return self._fail(
+            attempt,
+            FailureKind.LEASE,
+            "kv_transfer_params names other remote_block_ids or another "
+            "remote_generation than the prefill engine leases",
+            now,
+        )
 
     def read_ended(
         self,
@@ -208,29 +216,20 @@ class ReceiverTable:
     ) -> list[Action]:
         """This rank's READ from ``peer`` has ended."""
         attempt, source = self._lookup(peer, registration_id)
-        if attempt is None or source is None or source.granted is None:
+        if attempt is None or source is None or source.remote is None:
             return []
         attempt.open_reads -= 1
         attempt.size += size
-        actions: list[Action] = [
-            Send(
-                peer,
-                ReadDone(
-                    registration_id,
-                    attempt.request.transfer_id,
-                    source.granted.generation,
-                    failure is None and attempt.state is not State.QUIESCING,
-                ),
-            )
-        ]
+        ok = failure is None and attempt.state is not State.QUIESCING
+        actions: list[Action] = [Send(peer, attempt.read_done(source, ok))]
         if attempt.state is State.QUIESCING:
             return actions + self._quiesce(attempt)
         if failure is not None:
+            if source.granted is None:
+                failure = f"remote_block_ids of kv_transfer_params: {failure}"
             return actions + self._fail(attempt, FailureKind.TRANSFER, failure, now)
         source.read = True
-        if attempt.open_reads == 0 and all(
-            source.granted is not None for source in attempt.sources.values()
-        ):
+        if all(source.read for source in attempt.sources.values()):
             attempt.state = State.CONFIRMING
         return actions
 
@@ -333,6 +332,21 @@ class ReceiverTable:
             return None, None
         return attempt, attempt.sources.get(peer)
 
+    @staticmethod
+    def _read(
+        attempt: Attempt,
+        peer: AgentName,
+        generation: int,
+        remote: tuple[BlockArray, ...],
+    ) -> StartRead:
+        source, request = attempt.sources[peer], attempt.request
+        source.remote, source.generation = remote, generation
+        attempt.state = State.READING
+        attempt.open_reads += 1
+        return StartRead(
+            peer, request.registration_id, request.want, request.blocks, remote
+        )
+
     def _ask(self, attempt: Attempt, now: float) -> list[Action]:
         attempt.next_send = now + self._repeat
         request = attempt.request
@@ -341,17 +355,9 @@ class ReceiverTable:
             message = Cancel(request.registration_id, request.transfer_id)
         elif attempt.state is State.CONFIRMING:
             return [
-                Send(
-                    name,
-                    ReadDone(
-                        request.registration_id,
-                        request.transfer_id,
-                        source.granted.generation,
-                        True,
-                    ),
-                )
+                Send(name, attempt.read_done(source, True))
                 for name, source in attempt.sources.items()
-                if source.granted is not None and not source.finished
+                if not source.finished
             ]
         elif not attempt.reads:
             message = Register(

@@ -12,6 +12,10 @@ A receiver's claim on it goes through::
     WAITING ──▶ WRITING ──▶ ended (done, failed, cancelled)      push
     WAITING ──▶ LEASED  ──▶ ended (read, cancelled, expired)     pull
 
+A READ may have begun before its lease was granted, by what this engine has told the
+router. It counts if it has read the leased blocks of that very generation, which are
+pinned since before anybody was told of them, and its lease is not over.
+
 A hand-off closes when as many receivers as were announced have ended (one where
 none were announced), or its lease ends while nobody holds a claim, or it is
 withdrawn; never while a WRITE of it is posted.
@@ -54,6 +58,8 @@ from .claims import (
     Stage,
     answer_to_written,
     grant,
+    is_early,
+    is_of,
     next_writes,
     unfit,
     why_closed,
@@ -249,16 +255,22 @@ class SenderTable:
 
     def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
         """D's READ has ended. It counts only if the blocks were still leased."""
+        actions: list[Action] = []
+        outcome = self._outcomes.get(msg.registration_id)
         found = self._handoffs.claim(msg.registration_id, peer)
+        if found is None and outcome is None and msg.ok:
+            actions += self._claim_late(peer, msg, now)
+            found = self._handoffs.claim(msg.registration_id, peer)
         if found is None:
-            outcome = self._outcomes.get(msg.registration_id)
             read = outcome is not None and isinstance(outcome.answer, Finished)
-            return [Send(peer, ReadConfirmed(msg.registration_id, read))]
+            return [*actions, Send(peer, ReadConfirmed(msg.registration_id, read))]
         handoff, claim = found
+        if msg.ok and is_early(handoff, claim):
+            return actions
         valid = (
             claim.state is ClaimState.LEASED
             and handoff.offer is not None
-            and handoff.offer.generation == msg.generation
+            and is_of(msg, handoff.offer, claim.want, self._block_size)
             and now <= claim.lease_end
             and msg.ok
         )
@@ -271,7 +283,7 @@ class SenderTable:
             if valid
             else Refused(msg.registration_id, "the READ failed or outlived its lease")
         )
-        actions: list[Action] = [Send(peer, ReadConfirmed(msg.registration_id, valid))]
+        actions.append(Send(peer, ReadConfirmed(msg.registration_id, valid)))
         self._end(handoff, claim, answer)
         return actions + self._close_if_over(handoff, now)
 
@@ -399,6 +411,14 @@ class SenderTable:
             for handoff in self._handoffs.values()
             if handoff.stage is Stage.EXPECTED
             for claim in handoff.claims.values()
+        )
+
+    def _claim_late(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+        """The LeaseRequest before this was lost, or has been overtaken."""
+        if self._handoffs.find(msg.transfer_id) is None:
+            return []
+        return self._claim(
+            peer, msg.transfer_id, msg.registration_id, msg.want, None, now
         )
 
     def _claim(

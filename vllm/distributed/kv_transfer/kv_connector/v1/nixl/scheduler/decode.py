@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from ..commands import Command, TellNotNeeded, Unwatch, Watch
 from ..ids import Mode, RequestId, TransferId
 from ..later import Later
-from ..params import DecodeParams, external_id
+from ..params import DecodeParams, Whereabouts, external_id
 from ..prompt import later_digest
 from ..side_channel import Address
 from ..timeline import Stage, Timeline
@@ -39,6 +39,7 @@ class _Waiter:
     address: Address
     prompt_tokens: int
     digest: Later[bytes]
+    whereabouts: Whereabouts | None
     phase: _Phase = _Phase.WAITING
     timeline: Timeline = field(default_factory=Timeline.start)
 
@@ -84,6 +85,7 @@ class DecodeSide:
             (params.address.host, params.address.port),
             request.num_prompt_tokens,
             later_digest(request.prompt_token_ids),
+            params.whereabouts if self._mode is Mode.PULL else None,
         )
         self._waiters[request_id] = waiter
         self._commands.append(Watch(waiter.transfer_id, waiter.address))
@@ -129,6 +131,7 @@ class DecodeSide:
             now,
             waiter.timeline,
             digest=waiter.digest,
+            whereabouts=waiter.whereabouts,
         )
         self._commands.append(Unwatch(waiter.transfer_id))
 

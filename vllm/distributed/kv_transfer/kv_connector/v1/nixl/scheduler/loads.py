@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm.logger import init_logger
 
 from ..commands import CancelReceive, Command, Receive
 from ..handoff.actions import Received, ReceiveFailed, ReceiveQuiet, TransferSize
-from ..handoff.attempts import ReceiveRequest
+from ..handoff.attempts import Hint, ReceiveRequest
 from ..ids import Mode, RegistrationId, RequestId, TransferId, new_registration_id
 from ..later import Later
+from ..params import Whereabouts
 from ..side_channel import Address
 from ..stats import StatsCollector
 from ..timeline import Timeline
@@ -148,12 +151,14 @@ class Loads:
         timeline: Timeline,
         name: TransferId | None = None,
         digest: Later[bytes] | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         """Obtain ``want`` for a request that the engine parks.
 
         ``table`` is the engine's own list of the request's blocks, per group; ``name``
         is what the other side calls the KV, where that is not ``transfer_id``;
-        ``digest`` is that of ``want``, where it has none yet.
+        ``digest`` is that of ``want``, where it has none yet; ``whereabouts`` is where
+        that side is said to have it.
         """
         wanted = want.block_range(self._block_size)
         blocks = Later(functools.partial(_listed, table, wanted))
@@ -179,6 +184,7 @@ class Loads:
                     (),
                     purpose.timeout,
                     purpose.mode,
+                    _hint(whereabouts, wanted),
                 ),
                 address,
                 digest,
@@ -379,3 +385,20 @@ class Loads:
 def _listed(table: Sequence[Sequence[Block]], wanted: range) -> tuple[BlockArray, ...]:
     """The ids of the blocks at those positions, per group."""
     return block_ids([group[wanted.start : wanted.stop] for group in table])
+
+
+def _hint(whereabouts: Whereabouts | None, wanted: range) -> Hint | None:
+    """What is known of the blocks at the ``wanted`` positions.
+
+    Nothing where there are several groups, whose tables need not be the same when the
+    other side leases them.
+    """
+    if whereabouts is None or len(whereabouts.blocks) != 1:
+        return None
+    (blocks,) = whereabouts.blocks
+    if len(blocks) < wanted.stop:
+        return None
+    return Hint(
+        whereabouts.generation,
+        (np.asarray(blocks[wanted.start : wanted.stop], dtype=np.int32),),
+    )

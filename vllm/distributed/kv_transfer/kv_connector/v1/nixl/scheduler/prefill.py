@@ -11,13 +11,13 @@ from vllm.v1.request import RequestStatus
 
 from ..commands import Command, Expect, Retract, Withdraw
 from ..handoff.actions import Offer, Retracted, SenderClosed
-from ..ids import Mode, RequestId, TransferId
+from ..ids import Mode, RequestId, TransferId, new_generation
 from ..later import Later
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
 from ..prompt import later_digest
 from ..timeline import Stage, Timeline
 from .patience import is_recent
-from .pins import Pin, PinBoard, PinState, block_ids
+from .pins import Block, Pin, PinBoard, PinState, block_ids
 from .records import HandoffRecord, Records
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class _Send:
     """One hand-off.
 
     ``generation`` is new whenever the request begins to be computed; the pins hold
-    the ``offered_blocks`` that were offered under it. ``request`` is dropped when it
-    ends, lest the engine's thread takes it apart in one of the connector's hooks.
+    the ``offered_blocks`` that were offered under it, the latest of them being
+    ``last_offered`` per group. ``request`` is dropped when it ends, lest the engine's
+    thread takes it apart in one of the connector's hooks.
     """
 
     transfer_id: TransferId
@@ -47,6 +48,7 @@ class _Send:
     generation: int = 0
     pins: list[Pin] = field(default_factory=list)
     offered_blocks: int = 0
+    last_offered: Sequence[Sequence[Block]] = ()
     closed_ranks: set[int] = field(default_factory=set)
     offered_at: float = 0.0
     tokens: int = 0
@@ -94,7 +96,7 @@ class PrefillSide:
         self._suffix_appended = suffix_appended
         self._pins = pins
         self._records = records
-        self._generation = 0
+        self._generations = 0
         self._step = 0
         self._waiting: dict[RequestId, _Send] = {}
         self._offered: dict[RequestId, _Send] = {}
@@ -189,6 +191,7 @@ class PrefillSide:
             address=self._address,
             block_ids=block_ids,
             num_tokens=send.prompt_tokens,
+            generation=self._generation_of(send, block_ids),
         )
 
     def closed(self, rank: int, event: SenderClosed) -> None:
@@ -285,10 +288,10 @@ class PrefillSide:
         table = self._pins.blocks_of(send.request_id)
         blocks = [group[first:count] for group in table]
         if not send.pins:
-            self._generation += 1
-            send.generation = self._generation
+            self._generations += 1
+            send.generation = new_generation(self._generations)
         send.pins.append(self._pins.pin_blocks(blocks, PinState.EXPOSED_FOR_SEND))
-        send.offered_blocks = count
+        send.offered_blocks, send.last_offered = count, blocks
         missing = send.prompt_tokens - computed
         if not missing:
             send.offered_at = now
@@ -304,6 +307,22 @@ class PrefillSide:
             later_digest=send.digest,
             later_blocks=Later(functools.partial(block_ids, blocks)),
         )
+
+    def _generation_of(
+        self, send: _Send, table: tuple[list[int], ...]
+    ) -> int | None:
+        """What D must know to read before it is answered.
+
+        None where these are not the blocks that were offered: a request that went on
+        after its prompt may have been preempted, and computed anew into others.
+        """
+        if self._mode is not Mode.PULL or len(table) != len(send.last_offered):
+            return None
+        same = all(
+            ids[: len(offered)] == [block.block_id for block in offered]
+            for ids, offered in zip(table, send.last_offered, strict=True)
+        )
+        return send.generation if same else None
 
     def _retract(self, send: _Send, now: float) -> None:
         """The request has lost its blocks, and will get others."""
