@@ -230,7 +230,12 @@ def test_a_prefill_leg_from_its_arrival_to_its_release(
     assert _ask(port, GetIntegrity())["pins"]["exposed_for_send"] == 3
     assert connector.has_pending_push_work()
     closed = SenderClosed(
-        offer.transfer_id, 1, CloseReason.SERVED, 40, TransferSize(9, 1), 0.1
+        offer.transfer_id,
+        offer.generation,
+        CloseReason.SERVED,
+        40,
+        TransferSize(9, 1),
+        0.1,
     )
     _report(connector, closed)
     integrity = _ask(port, GetIntegrity())

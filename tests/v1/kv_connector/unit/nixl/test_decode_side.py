@@ -2,8 +2,10 @@
 """The decode side in the scheduler, on a real block pool."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from v1.kv_connector.unit.nixl.engine_side import (
@@ -42,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     DecodeParams,
     PrefillAddress,
+    Whereabouts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.prompt import prompt_digest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.decode import (
@@ -378,3 +381,49 @@ def test_a_quarantine_is_logged_once(
     assert "3 blocks" in text
     assert "127.0.0.1:5600" in text
     assert side.pins.counts()[PinState.QUIESCING] == 3
+
+
+# ---- where the KV is said to lie
+
+SAID = Whereabouts(7, ((5, 6, 9, 4),))
+
+
+def _parked(params: DecodeParams, mode: Mode = Mode.PULL, computed: int = 0) -> Side:
+    side = Side(mode=mode)
+    side.side.new_request(side.request, params)
+    external = side.side.matched(side.name, computed)
+    side.held = allocate(side.pool, 3)
+    side.side.allocated(side.name, side.held, external, 0)
+    return side
+
+
+def _hint(side: Side) -> tuple[int, list[int]] | None:
+    (receive,) = (order for order in side.orders if isinstance(order, Receive))
+    hint = receive.request.hint
+    if hint is None:
+        return None
+    (blocks,) = hint.blocks
+    assert blocks.dtype == np.int32
+    return hint.generation, blocks.tolist()
+
+
+@pytest.mark.parametrize(("computed", "blocks"), [(0, [5, 6, 9]), (16, [6, 9])])
+def test_what_is_said_of_the_wanted_blocks_is_a_hint(
+    computed: int, blocks: list[int]
+) -> None:
+    side = _parked(replace(PARAMS, whereabouts=SAID), computed=computed)
+    assert _hint(side) == (7, blocks)
+
+
+@pytest.mark.parametrize(
+    "said", [None, Whereabouts(7, ((5, 6),)), Whereabouts(7, ((5, 6, 9), (1, 2, 3)))]
+)
+def test_without_a_block_for_each_position_of_one_group_there_is_no_hint(
+    said: Whereabouts | None,
+) -> None:
+    assert _hint(_parked(replace(PARAMS, whereabouts=said))) is None
+
+
+def test_what_is_written_needs_no_hint() -> None:
+    params = replace(PARAMS, whereabouts=SAID)
+    assert _hint(_parked(params, mode=Mode.PUSH)) is None

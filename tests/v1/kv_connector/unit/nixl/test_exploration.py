@@ -180,8 +180,10 @@ def test_a_sender_that_confirms_any_read_is_found() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("receiver", [TrustsTheHint, TrustsTheGrant])
-@pytest.mark.parametrize("planned", [HINTED, GUESSING])
+@pytest.mark.parametrize(
+    ("receiver", "planned"),
+    [(TrustsTheHint, HINTED), (TrustsTheHint, GUESSING), (TrustsTheGrant, HINTED)],
+)
 def test_a_receiver_that_asks_for_no_confirmation_is_found(
     receiver: type[ReceiverTable], planned: tuple[Planned, ...]
 ) -> None:

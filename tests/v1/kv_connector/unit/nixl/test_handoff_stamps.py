@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     TransferSize,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
+    Hint,
     ReceiveRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
@@ -216,6 +217,23 @@ def test_a_prompt_is_computed_when_all_ranks_have_sent_of_their_last_chunk() -> 
     stamps = _stamps(table.piece(Q, _done(0), 6))
     assert stamps.at[Stage.PREFILL_ENDED] == 5
     assert stamps.chunks == 4
+
+
+def test_what_a_hint_names_is_computed_when_it_is_asked_for() -> None:
+    table = ReceiverTable(2.0)
+    hint = Hint(1, _blocks(5, 6))
+    table.receive(ReceiveRequest(R, T, WANT, _blocks(1, 2), 60, Mode.PULL, hint), 0)
+    table.connected(R, [P], 1)
+    table.read_ended(P, R, SIZE, None, 2)
+    table.granted(P, LeaseGranted(R, 1, 30.0, (pack_blocks([5, 6]),)), 3)
+    stamps = _stamps(table.read_confirmed(P, R, True, 4))
+    assert stamps.chunks == 1
+    assert stamps.at == {
+        Stage.ASKED: 1,
+        Stage.PREFILL_ENDED: 1,
+        Stage.ANSWERED: 3,
+        Stage.LAST_NOTIFICATION: 4,
+    }
 
 
 def test_a_reader_is_answered_by_a_lease() -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     TransferId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    MAX_GROUPS,
     MAX_ID_CHARS,
     MAX_RECEIVERS,
     DecodeParams,
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     ParamsError,
     PrefillAddress,
     PrefillParams,
+    Whereabouts,
     external_id,
     parse_params,
     prefill_result,
@@ -35,6 +37,7 @@ DECODE = {
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
 }
+READ = {**DECODE, "remote_generation": "5", "remote_block_ids": [[1, 2]]}
 
 
 def test_a_prefill_leg() -> None:
@@ -61,6 +64,22 @@ def test_a_decode_leg() -> None:
     assert parse_params({**DECODE, "remote_engine_id": None}) == DecodeParams(
         None, None, PrefillAddress("10.0.0.1", 5600)
     )
+
+
+def test_where_the_kv_is_said_to_lie() -> None:
+    def said(**params: object) -> Whereabouts | None:
+        parsed = parse_params({**READ, **params})
+        assert isinstance(parsed, DecodeParams)
+        return parsed.whereabouts
+
+    assert said() == Whereabouts(5, ((1, 2),))
+    assert said(remote_generation="7" + "f" * 15) == Whereabouts(2**63 - 1, ((1, 2),))
+    assert said(remote_block_ids=[[], [2**31 - 1]]) == Whereabouts(
+        5, ((), (2**31 - 1,))
+    )
+    assert said(remote_generation=None) is None
+    assert said(remote_generation=None, remote_block_ids="x") is None
+    assert said(remote_block_ids=None) is None
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": None}, {"x": 1}])
@@ -92,6 +111,21 @@ def test_no_hand_off_is_asked_for(params: object) -> None:
         ({**DECODE, "remote_engine_id": {}}, "remote_engine_id"),
         ({**DECODE, "tp_size": -1}, "tp_size"),
         ({**DECODE, "pp_size": 10**9}, "pp_size"),
+        ({**READ, "remote_generation": 5}, "remote_generation"),
+        ({**READ, "remote_generation": ""}, "remote_generation"),
+        ({**READ, "remote_generation": "8" + "0" * 15}, "remote_generation"),
+        ({**READ, "remote_generation": "0x5"}, "remote_generation"),
+        ({**READ, "remote_generation": "5\n"}, "remote_generation"),
+        ({**READ, "remote_block_ids": "12"}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": []}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [1, 2]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1]] * (MAX_GROUPS + 1)}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1, -1]]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[2**31, 1]]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1, 2**5000]]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1, True]]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1, None]]}, "remote_block_ids"),
+        ({**READ, "remote_block_ids": [[1, 2.0]]}, "remote_block_ids"),
     ],
 )
 def test_what_cannot_be_used_is_named(params: dict[str, Any], key: str) -> None:
@@ -128,6 +162,8 @@ _keys = st.sampled_from(
         "remote_request_id",
         "tp_size",
         "pp_size",
+        "remote_block_ids",
+        "remote_generation",
     ]
 )
 
@@ -148,7 +184,10 @@ def test_any_json_is_parsed_or_refused(params: object) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_what_a_prefill_leg_returns_is_a_decode_leg(mode: Mode) -> None:
+@pytest.mark.parametrize("generation", [None, 0, 1 << 32 | 5, 2**63 - 1])
+def test_what_a_prefill_leg_returns_is_a_decode_leg(
+    mode: Mode, generation: int | None
+) -> None:
     address = PrefillAddress("10.0.0.1", 5600, EngineId("e"))
     result = prefill_result(
         mode=mode,
@@ -157,13 +196,15 @@ def test_what_a_prefill_leg_returns_is_a_decode_leg(mode: Mode) -> None:
         address=address,
         block_ids=([3, 4],),
         num_tokens=20,
+        generation=generation,
     )
     relayed = json.loads(json.dumps(result))
     assert relayed["remote_block_ids"] == [[3, 4]]
     assert relayed["remote_num_tokens"] == 20
     assert relayed["transfer_mode"] == mode.value
+    said = None if generation is None else Whereabouts(generation, ((3, 4),))
     assert parse_params(relayed) == DecodeParams(
-        TransferId("t"), RequestId("r"), address
+        TransferId("t"), RequestId("r"), address, whereabouts=said
     )
 
 

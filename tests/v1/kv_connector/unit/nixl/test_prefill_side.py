@@ -61,13 +61,15 @@ ADDRESS = PrefillAddress("127.0.0.1", 5600, EngineId("p"))
 class Side:
     """A prefill side with its surroundings."""
 
-    def __init__(self, world_size: int = 1, chunked: bool = False) -> None:
+    def __init__(
+        self, world_size: int = 1, chunked: bool = False, mode: Mode = Mode.PUSH
+    ) -> None:
         self.pool = pool()
         self.pins = PinBoard()
         self.pins.bind(self.pool, tables)
         self.records = Records()
         self.side = PrefillSide(
-            Mode.PUSH,
+            mode,
             chunked,
             ADDRESS,
             BLOCK,
@@ -231,7 +233,7 @@ def test_full_blocks_are_offered_as_they_are_computed(chunked: Side) -> None:
     assert result is not None
     free(chunked.pool, held)
     assert chunked.free() == BLOCKS - 4
-    chunked.closed(1)
+    chunked.closed(offers[-1].generation)
     assert chunked.free() == BLOCKS - 1
 
 
@@ -368,3 +370,43 @@ def test_an_idle_engine_steps_on_for_a_while(side: Side) -> None:
     assert not side.side.release_due(LINGER_SECONDS * 2)
     side.closed(generation)
     assert not side.side.release_due(0)
+
+
+# ---- what D may read at once
+
+
+def _answer(side: Side, blocks: tuple[list[int], ...] | None = None) -> Any:
+    """The offer of a prompt of four blocks, and what its router is told."""
+    prompt = request("r-12345678")
+    side.side.new_request(prompt, PrefillParams(T, None))
+    held = allocate(side.pool, 4)
+    output = step(new=[(prompt, 0, 40)], tables={prompt.request_id: held})
+    _, (offer,) = side.side.build(output, 0)
+    ended = finish(prompt, LENGTH)
+    return offer, side.side.finished(ended, blocks or held.get_block_ids())
+
+
+def test_a_reader_is_told_the_generation_and_a_writer_needs_none() -> None:
+    offer, told = _answer(Side(mode=Mode.PULL))
+    assert int(told["remote_generation"], 16) == offer.generation
+    (group,) = told["remote_block_ids"]
+    assert group[: len(offer.blocks[0])] == offer.blocks[0].tolist()
+    _, told = _answer(Side(mode=Mode.PUSH))
+    assert told["remote_generation"] is None
+
+
+def test_generations_grow_and_cannot_be_told_from_the_one_before() -> None:
+    offers = [_answer(Side(mode=Mode.PULL))[0] for _ in range(50)]
+    assert len({offer.generation for offer in offers}) == 50
+    side = Side()
+    first, second = (_offered(side)[2], 0)
+    side.closed(first)
+    second = _offered(side)[2]
+    assert first < second < 2**63
+
+
+def test_no_hint_is_given_of_blocks_that_were_not_offered() -> None:
+    """The request went on, was preempted, and computed anew into others."""
+    _, told = _answer(Side(mode=Mode.PULL), ([20, 21, 22, 23],))
+    assert told["remote_block_ids"] == [[20, 21, 22, 23]]
+    assert told["remote_generation"] is None

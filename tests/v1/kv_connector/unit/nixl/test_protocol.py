@@ -20,10 +20,13 @@ from v1.kv_connector.unit.nixl.faulty import (
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
+    TrustsTheGrant,
+    TrustsTheHint,
     TrustsTheLastPiece,
 )
 from v1.kv_connector.unit.nixl.ground_truth import POSITIONS, Violation
 from v1.kv_connector.unit.nixl.simulation import Simulation
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import Hint
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
@@ -103,12 +106,25 @@ class HandoffMachine(RuleBasedStateMachine):
         by_alias: bool,
         connects: bool,
     ) -> None:
+        called = _alias(transfer_id) if by_alias else None
+        self._start(pick, transfer_id, first, called, connects)
+
+    def _start(
+        self,
+        pick: int,
+        transfer_id: TransferId,
+        first: int,
+        called: TransferId | None,
+        connects: bool,
+        hint: Hint | None = None,
+    ) -> None:
         decodes = list(self.sim.receivers)
         registration_id = RegistrationId(f"r{self.count}")
         self.count += 1
-        called = _alias(transfer_id) if by_alias else None
         decode = decodes[pick % len(decodes)]
-        started = self.sim.start(decode, registration_id, transfer_id, first, called)
+        started = self.sim.start(
+            decode, registration_id, transfer_id, first, called, hint
+        )
         if started and connects:
             self.sim.connect(registration_id)
 
@@ -214,6 +230,18 @@ class HandoffMachine(RuleBasedStateMachine):
 class PullMachine(HandoffMachine):
     mode = Mode.PULL
 
+    @precondition(lambda self: self.sim.told)
+    @rule(
+        pick=some,
+        first=st.integers(0, POSITIONS - 1),
+        kind=st.sampled_from(["told", "told", "lie", "guess"]),
+    )
+    def start_by_a_hint(self, pick: int, first: int, kind: str) -> None:
+        told = list(self.sim.told)
+        transfer_id = told[pick % len(told)]
+        hint = self.sim.hint(transfer_id, kind)
+        self._start(pick, transfer_id, first, None, True, hint)
+
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("machine", [HandoffMachine, PullMachine])
@@ -254,10 +282,20 @@ class RetractsUnderWritesMachine(HandoffMachine):
     sender = RetractsUnderWrites
 
 
+class TrustsTheHintMachine(PullMachine):
+    receiver = TrustsTheHint
+
+
+class TrustsTheGrantMachine(PullMachine):
+    receiver = TrustsTheGrant
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "machine",
     [
+        TrustsTheHintMachine,
+        TrustsTheGrantMachine,
         FreesOnTheLeaseMachine,
         QuietOnTimeoutMachine,
         TrustsTheLastPieceMachine,

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     CloseReason,
     Event,
     FailureKind,
+    Offer,
     Received,
     ReceiveFailed,
     ReceiveQuiet,
@@ -114,6 +115,7 @@ class Engine:
         self.role: NixlScheduler = connector._scheduler
         self.receives: list[Receive] = []
         self.keeps: list[Keep] = []
+        self.offers: list[Offer] = []
         self.results: dict[str, dict[str, Any] | None] = {}
         self.scheduled: dict[str, int] = {}
         self.closes = True
@@ -138,6 +140,7 @@ class Engine:
         assert isinstance(metadata, NixlConnectorMetadata)
         reports = [*self._due, *events]
         self._due = []
+        self.offers += metadata.offers
         for command in metadata.commands:
             match command:
                 case Receive():
@@ -380,7 +383,10 @@ class Next:
 
     def end(self, outcome: str) -> None:
         # Nobody takes the hand-off of this turn.
-        closed = SenderClosed(TransferId("t2"), 1, CloseReason.EXPIRED, 0, SIZE, 1.0)
+        last = self.p.offers[-1]
+        closed = SenderClosed(
+            last.transfer_id, last.generation, CloseReason.EXPIRED, 0, SIZE, 1.0
+        )
         self.p.step(closed)
         (record,) = [r for r in self.p.role.handoffs() if r["role"] == "reader"]
         assert record["outcome"] == outcome

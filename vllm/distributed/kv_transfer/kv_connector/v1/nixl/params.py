@@ -250,11 +250,12 @@ def _whereabouts(params: Mapping[str, Any]) -> Whereabouts | None:
         if not isinstance(group, list) or len(group) > MAX_BLOCKS:
             expected = f"lists of up to {MAX_BLOCKS} integers"
             raise _error("remote_block_ids", group, expected)
-        wrong = next((block for block in group if type(block) is not int), None)
-        if wrong is None and group and (min(group) < 0 or max(group) > MAX_BLOCK_ID):
-            wrong = max(group, key=lambda block: -block if block < 0 else block)
-        if wrong is not None:
-            raise _error("remote_block_ids", wrong, f"ids from 0 to {MAX_BLOCK_ID}")
+        wrong = [block for block in group if type(block) is not int]
+        if not wrong and group:
+            ends = min(group), max(group)
+            wrong = [end for end in ends if not 0 <= end <= MAX_BLOCK_ID]
+        if wrong:
+            raise _error("remote_block_ids", wrong[0], f"ids from 0 to {MAX_BLOCK_ID}")
     return Whereabouts(int(generation, 16), tuple(tuple(group) for group in groups))
 
 
