@@ -383,11 +383,19 @@ class Next:
 
     def end(self, outcome: str) -> None:
         # Nobody takes the hand-off of this turn.
-        last = self.p.offers[-1]
-        closed = SenderClosed(
-            last.transfer_id, last.generation, CloseReason.EXPIRED, 0, SIZE, 1.0
+        self.p.step(
+            *(
+                SenderClosed(
+                    offer.transfer_id,
+                    offer.generation,
+                    CloseReason.EXPIRED,
+                    0,
+                    SIZE,
+                    1.0,
+                )
+                for offer in self.p.offers
+            )
         )
-        self.p.step(closed)
         (record,) = [r for r in self.p.role.handoffs() if r["role"] == "reader"]
         assert record["outcome"] == outcome
         assert self.p.role.integrity()["free_blocks"] == TOTAL
