@@ -361,7 +361,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: Transfer
-    generation: Generation
+    generation: Count
     num_tokens: Count
     block_size: Count
     hashing: str
