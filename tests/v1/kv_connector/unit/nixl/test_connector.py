@@ -270,7 +270,9 @@ def _released(blocks: BlockPool, engine: Any = None) -> NixlBaseConnector:
     size = TransferSize(9, 1)
     _report(
         connector,
-        SenderClosed(offer.transfer_id, 1, CloseReason.SERVED, 40, size, 0.1),
+        SenderClosed(
+            offer.transfer_id, offer.generation, CloseReason.SERVED, 40, size, 0.1
+        ),
     )
     assert available(blocks) == blocks.num_gpu_blocks - 1 - LONG_BLOCKS
     return connector

@@ -383,7 +383,7 @@ def _answer(side: Side, blocks: tuple[list[int], ...] | None = None) -> Any:
     output = step(new=[(prompt, 0, 40)], tables={prompt.request_id: held})
     _, (offer,) = side.side.build(output, 0)
     ended = finish(prompt, LENGTH)
-    return offer, side.side.finished(ended, blocks or held.get_block_ids())
+    return offer.complete(), side.side.finished(ended, blocks or held.get_block_ids())
 
 
 def test_a_reader_is_told_the_generation_and_a_writer_needs_none() -> None:

@@ -3,6 +3,7 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -308,9 +309,7 @@ class PrefillSide:
             later_blocks=Later(functools.partial(block_ids, blocks)),
         )
 
-    def _generation_of(
-        self, send: _Send, table: tuple[list[int], ...]
-    ) -> int | None:
+    def _generation_of(self, send: _Send, table: tuple[list[int], ...]) -> int | None:
         """What D must know to read before it is answered.
 
         None where these are not the blocks that were offered: a request that went on
