@@ -13,11 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     EngineId,
     Mode,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import (
-    RankShape,
-    TopologyError,
-    source_ranks,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     PROTOCOL_VERSION,
     ProcessInfo,
@@ -90,8 +85,11 @@ def test_equals_exchange_kv() -> None:
             {"layout": {"connector_mode": "push"}},
             "dtype differs (local float32, remote absent)",
         ),
-        ({"tp_size": 2}, "tp_size 1 (local) with 2 (remote)"),
-        ({"pp_size": 2}, "pp_size 1 (local) with 2 (remote)"),
+        ({"tp_size": 2}, "tp_size differs (local 1, remote 2)"),
+        ({"pp_size": 2}, "pp_size differs (local 1, remote 2)"),
+        ({"tp_rank": 1}, "tp_rank 1 of tp_size 1, which cannot be"),
+        ({"tp_size": 2**30}, f"tp_rank 0 of tp_size {2**30}, which cannot be"),
+        ({"pp_rank": -1}, "pp_rank -1 of pp_size 1, which cannot be"),
         ({"regions": (REGION,)}, "one side only: l1"),
         (
             {"regions": _regions(page_bytes=128)},
@@ -147,11 +145,3 @@ def test_all_differences_are_named_at_once() -> None:
     there = _there(compat={"model": "n", "vllm_version": "2"}, block_size=8)
     said = refusal(HERE, there, enforce=True) or ""
     assert all(key in said for key in ("model", "vllm_version", "block_size"))
-
-
-def test_one_rank_serves_one_rank() -> None:
-    assert source_ranks(RankShape(), RankShape()) == ((0, 0),)
-    for shape in (RankShape(tp_size=2), RankShape(pp_size=2)):
-        for pair in ((shape, RankShape()), (RankShape(), shape)):
-            with pytest.raises(TopologyError, match="both must be 1"):
-                source_ranks(*pair)

@@ -3,11 +3,13 @@
 
 from collections.abc import Mapping
 
-from .topology import RankShape, TopologyError, source_ranks
 from .wire import PROTOCOL_VERSION, RankInfo, printable
 
 MAX_PAGES = 2**31 - 1
 """Pages of all regions of a rank: their numbers are int32."""
+
+MAX_RANKS = 4096
+"""Ranks of an engine in one direction of parallelism that are believed."""
 
 
 def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
@@ -26,21 +28,20 @@ def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
         problems.append(
             _differs("block_size", str(local.block_size), str(remote.block_size))
         )
-    try:
-        source_ranks(_shape(local), _shape(remote))
-    except TopologyError as error:
-        problems.append(str(error))
+    problems += _place_problems(local, remote)
     problems += _region_differences(local, remote)
     return printable("; ".join(problems)) or None
 
 
-def _shape(info: RankInfo) -> RankShape:
-    return RankShape(
-        tp_rank=info.tp_rank,
-        tp_size=info.tp_size,
-        pp_rank=info.pp_rank,
-        pp_size=info.pp_size,
-    )
+def _place_problems(local: RankInfo, remote: RankInfo) -> list[str]:
+    for name in ("tp", "pp"):
+        rank, size = getattr(remote, f"{name}_rank"), getattr(remote, f"{name}_size")
+        if not 0 <= rank < size <= MAX_RANKS:
+            return [f"{name}_rank {rank} of {name}_size {size}, which cannot be"]
+        mine = getattr(local, f"{name}_size")
+        if size != mine:
+            return [_differs(f"{name}_size", str(mine), str(size))]
+    return []
 
 
 def _differs(field: str, local: str, remote: str) -> str:

@@ -10,8 +10,8 @@ from .agent import Agent, AgentError
 from .compat import refusal
 from .ids import AgentName
 from .process import is_gone
+from .serving import count_readers, idle_of, sources_of
 from .side_channel import Address
-from .topology import RankShape, source_ranks
 from .wire import RankInfo
 
 logger = init_logger(__name__)
@@ -121,25 +121,35 @@ class PeerDirectory:
         return peer.prepared
 
     def sources(self, ranks: tuple[RankInfo, ...]) -> tuple[AgentName, ...]:
-        """Of one engine's ranks, those that serve this rank.
+        """Of one engine's ranks, those that have something for this rank.
+
+        Raises:
+            TopologyError: the layouts cannot be paired, or layers are missing.
+            AgentError: a rank is missing.
+        """
+        return sources_of(self._local, ranks)
+
+    def readers(self, peer: AgentName) -> int:
+        """How many ranks of a known peer's engine ask this rank for KV.
+
+        Each of its pipeline stages asks for its own layers. Layers are taken to have
+        the same numbers of heads in all stages.
 
         Raises:
             TopologyError: the layouts cannot be paired.
-            AgentError: a rank is missing.
         """
-        by_place = {(rank.pp_rank, rank.tp_rank): rank for rank in ranks}
-        shape = RankShape(
-            self._local.tp_rank,
-            self._local.tp_size,
-            self._local.pp_rank,
-            self._local.pp_size,
-        )
-        first = ranks[0]
-        wanted = source_ranks(shape, RankShape(0, first.tp_size, 0, first.pp_size))
-        missing = [place for place in wanted if place not in by_place]
-        if missing:
-            raise AgentError(f"the engine did not describe its ranks {missing}")
-        return tuple(by_place[place].agent_name for place in wanted)
+        return count_readers(self._local, self._peers[peer].info)
+
+    def idle(self, ranks: tuple[RankInfo, ...]) -> tuple[AgentName, ...]:
+        """Of one engine's ranks, those that no rank of this engine asks.
+
+        Only this engine's first rank names them; for the others there are none, so
+        that they are told once.
+
+        Raises:
+            TopologyError: the layouts cannot be paired.
+        """
+        return idle_of(self._local, ranks)
 
     def superseded_by(self, info: RankInfo, address: Address | None) -> list[AgentName]:
         """Agents that are proven gone by what ``info`` says.

@@ -52,6 +52,7 @@ def slices(local: RankShape, remote_tp: int, heads: int) -> dict[int, range]:
     Raises:
         TopologyError: see :func:`heads_of`.
     """
+    heads_of(0, remote_tp, heads)
     found: dict[int, range] = {}
     for head in heads_of(local.tp_rank, local.tp_size, heads):
         holders = _holders(head, remote_tp, heads)
@@ -111,21 +112,3 @@ def _holders(head: int, tp_size: int, heads: int) -> range:
         return range(rank, rank + 1)
     copies = tp_size // heads
     return range(head * copies, (head + 1) * copies)
-
-
-def source_ranks(local: RankShape, remote: RankShape) -> tuple[tuple[int, int], ...]:
-    """The ``(pp_rank, tp_rank)`` of the remote engine that serve ``local``.
-
-    Raises:
-        TopologyError: naming the size that is not supported.
-    """
-    for name, mine, other in (
-        ("tp_size", local.tp_size, remote.tp_size),
-        ("pp_size", local.pp_size, remote.pp_size),
-    ):
-        if mine != 1 or other != 1:
-            raise TopologyError(
-                f"{name} {mine} (local) with {other} (remote) is not supported; "
-                "both must be 1"
-            )
-    return ((0, 0),)

@@ -62,11 +62,33 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """A part of what one lane of a page holds of its tokens, say their keys.
+
+    Granule ``i`` is ``granule`` tokens, and of them ``granule_bytes`` bytes in each of
+    ``rows`` rows: at ``offset + row * row_stride + i * granule_bytes`` of the lane.
+    """
+
+    offset: Size
+    rows: Count
+    row_stride: Size
+    granule: Count
+    granule_bytes: Size
+
+
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     """One layer's cache: ``num_blocks`` pages of ``page_bytes``, evenly spaced.
 
     Addresses and sizes are in bytes; ``group`` indexes the KV cache group whose
     block table addresses the pages.
+
+    A page is for ``tokens`` tokens. It consists of ``kernel_blocks`` equal pieces, each
+    for so many consecutive tokens, and such a piece of ``lanes`` equal lanes. Where
+    heads lie outside tokens, a lane is one of the ``heads`` KV heads that this rank
+    has of the layer's ``model_heads``; otherwise there is one lane. ``planes`` tells
+    how tokens lie in a lane; where it is empty, they cannot be told apart, and pages
+    move whole. ``window`` is the number of tokens of a sliding window, 0 where there
+    is none; where there is one, block 0 stands for no block.
     """
 
     layer: str
@@ -76,6 +98,13 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     stride: int
     num_blocks: int
     device_id: int
+    tokens: Count = 0
+    heads: Count = 1
+    model_heads: Count = 1
+    lanes: Count = 1
+    kernel_blocks: Count = 1
+    planes: tuple[Plane, ...] = ()
+    window: Count = 0
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):

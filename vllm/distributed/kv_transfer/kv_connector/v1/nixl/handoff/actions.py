@@ -75,13 +75,16 @@ class Send:
 class StartWrite:
     """WRITE a part of the layers of local blocks to the peer's; report each piece.
 
-    It is chunk number ``chunk`` of the registration, and perhaps the last one.
+    It is chunk number ``chunk`` of the registration, and perhaps the last one, of the
+    tokens ``want``. Each side's tables begin with the block that holds the first of
+    them, by its own block size.
     """
 
     peer: AgentName
     registration_id: RegistrationId
     chunk: int
     last: bool
+    want: Want
     local_blocks: tuple[BlockArray, ...]
     remote_blocks: tuple[BlockArray, ...]
     part: int = 0
@@ -90,7 +93,10 @@ class StartWrite:
 
 @dataclass(frozen=True)
 class StartRead:
-    """READ ``want`` from the peer's blocks into the local ones."""
+    """READ ``want`` from the peer's blocks into the local ones.
+
+    The tables are as for :class:`StartWrite`.
+    """
 
     peer: AgentName
     registration_id: RegistrationId

@@ -227,7 +227,8 @@ def _write(
 ) -> StartWrite:
     assert claim.blocks is not None
     want, begin, chunk = claim.want, claim.written_to[part], claim.chunks
-    here = Want(want.prompt_tokens, begin, end - begin, b"").block_range(block_size)
+    tokens = Want(want.prompt_tokens, begin, end - begin, b"")
+    here = tokens.block_range(block_size)
     first = want.first_token // block_size
     there = slice(here.start - first, here.stop - first)
     claim.state = ClaimState.WRITING
@@ -239,6 +240,7 @@ def _write(
         claim.registration_id,
         chunk,
         claim.is_written,
+        tokens,
         tuple(group[here.start : here.stop] for group in offer.blocks),
         tuple(group[there] for group in claim.blocks),
         part,
