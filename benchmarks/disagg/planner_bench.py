@@ -24,10 +24,12 @@ import numpy as np
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.digests import token_digests
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.native import NATIVE, Native
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import Pages, plan
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Shared, pair_regions
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import plan
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     BlockArray,
     RegionInfo,
+    Want,
 )
 
 DEADLINE_SECONDS = 120.0
@@ -85,12 +87,13 @@ def planning(
 ) -> Callable[[Native | None], Work]:
     """Plan one hand-off and make the indices of all its pieces."""
     count = 2 * blocks + 64
-    pages = Pages.of(
-        [
-            RegionInfo(f"layer.{i}", 0, 0, page_bytes, page_bytes, count, 0)
-            for i in range(layers)
-        ]
-    )
+    size = page_bytes * count
+    regions = [
+        RegionInfo(f"layer.{i}", 0, i * size, page_bytes, page_bytes, count, 0)
+        for i in range(layers)
+    ]
+    (pages,) = pair_regions(Shared(r, r, (0, 0, r.heads)) for r in regions).parts
+    want = Want(0, 0, 0, b"")
 
     def table(seed: int) -> BlockArray:
         if not fragmented:
@@ -103,7 +106,7 @@ def planning(
     def variant(native: Native | None) -> Work:
         def work() -> tuple[float, float]:
             started = time.perf_counter()
-            pieces = plan(pages, count, local, remote, max_bytes, native)
+            pieces = plan(pages, want, local, remote, max_bytes, native)
             first = 0.0
             for piece in pieces:
                 # A transfer needs both; a piece's indices go when it is posted.

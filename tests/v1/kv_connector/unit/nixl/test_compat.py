@@ -76,7 +76,8 @@ def test_equals_exchange_kv() -> None:
             {"protocol": PROTOCOL_VERSION + 1},
             f"(local {PROTOCOL_VERSION}, remote {PROTOCOL_VERSION + 1})",
         ),
-        ({"block_size": 32}, "block_size differs (local 16, remote 32)"),
+        ({"block_size": 32}, "l0: block sizes 16 (local) and 32 (remote) differ"),
+        ({"block_size": 24}, "16 (local) and 24 (remote): one must be a multiple"),
         (
             {"layout": {"connector_mode": "pull", "dtype": "float32"}},
             "connector_mode differs (local push, remote pull)",
@@ -85,15 +86,16 @@ def test_equals_exchange_kv() -> None:
             {"layout": {"connector_mode": "push"}},
             "dtype differs (local float32, remote absent)",
         ),
-        ({"tp_size": 2}, "tp_size differs (local 1, remote 2)"),
-        ({"pp_size": 2}, "pp_size differs (local 1, remote 2)"),
+        ({"tp_size": 3, "regions": _regions(model_heads=4)}, "KV heads of layer l1"),
+        ({"regions": _regions(heads=2)}, "l1 has 2 of 1 KV heads on a rank of 1"),
+        ({"regions": ()}, "the remote rank has no KV cache"),
         ({"tp_rank": 1}, "tp_rank 1 of tp_size 1, which cannot be"),
         ({"tp_size": 2**30}, f"tp_rank 0 of tp_size {2**30}, which cannot be"),
         ({"pp_rank": -1}, "pp_rank -1 of pp_size 1, which cannot be"),
         ({"regions": (REGION,)}, "one side only: l1"),
         (
             {"regions": _regions(page_bytes=128)},
-            "page_bytes of l1 differs (local 64, remote 128)",
+            "l1: page_bytes differs (local 64, remote 128)",
         ),
         ({"regions": _regions(group=1)}, "cache group of l1 differs"),
     ],
@@ -144,4 +146,4 @@ def test_another_model_is_refused_unless_told_otherwise() -> None:
 def test_all_differences_are_named_at_once() -> None:
     there = _there(compat={"model": "n", "vllm_version": "2"}, block_size=8)
     said = refusal(HERE, there, enforce=True) or ""
-    assert all(key in said for key in ("model", "vllm_version", "block_size"))
+    assert all(key in said for key in ("model", "vllm_version", "block sizes"))

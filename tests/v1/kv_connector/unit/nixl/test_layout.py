@@ -8,6 +8,7 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
     CacheLayout,
+    LayerShape,
     LayoutError,
     MemoryRange,
     describe,
@@ -20,7 +21,7 @@ BLOCKS = 6
 
 def _describe(*caches: torch.Tensor, blocks: int = BLOCKS) -> CacheLayout:
     named = {f"l{i}": cache for i, cache in enumerate(caches)}
-    return describe(named, blocks, dict.fromkeys(named, 0))
+    return describe(named, blocks, dict.fromkeys(named, LayerShape()))
 
 
 def _content(layout: CacheLayout, region: int, block: int) -> bytes:
@@ -69,7 +70,8 @@ def test_layers_that_share_a_cache_move_once() -> None:
 
 def test_groups_have_blocks_of_their_own_in_one_cache() -> None:
     cache = torch.zeros(BLOCKS, 4)
-    layout = describe({"l0": cache, "l1": cache}, BLOCKS, {"l0": 0, "l1": 1})
+    shapes = {"l0": LayerShape(), "l1": LayerShape(group=1)}
+    layout = describe({"l0": cache, "l1": cache}, BLOCKS, shapes)
     assert [(r.layer, r.group) for r in layout.regions] == [("l0", 0), ("l1", 1)]
     (extent,) = layout.ranges
     assert extent.length == cache.nbytes
@@ -77,7 +79,7 @@ def test_groups_have_blocks_of_their_own_in_one_cache() -> None:
 
 def test_layers_outside_the_groups_are_left_out() -> None:
     caches = {"kept": torch.zeros(BLOCKS, 4), "other": torch.zeros(BLOCKS, 4)}
-    layout = describe(caches, BLOCKS, {"kept": 1})
+    layout = describe(caches, BLOCKS, {"kept": LayerShape(group=1)})
     assert [(region.layer, region.group) for region in layout.regions] == [("kept", 1)]
 
 
@@ -99,7 +101,7 @@ def test_what_cannot_be_moved_is_named(
 
 def test_several_tensors_per_layer_are_refused() -> None:
     with pytest.raises(LayoutError, match="2 cache tensors"):
-        describe({"l0": [torch.zeros(1), torch.zeros(1)]}, 1, {"l0": 0})
+        describe({"l0": [torch.zeros(1), torch.zeros(1)]}, 1, {"l0": LayerShape()})
 
 
 @pytest.mark.parametrize(

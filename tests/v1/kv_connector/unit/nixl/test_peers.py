@@ -62,12 +62,12 @@ def test_a_peer_is_admitted_once(known: Known) -> None:
 
 
 def test_a_broken_peer_is_connected_anew(known: Known) -> None:
-    first = known.peers.prepared(known.name)
+    first = known.peers.prepared(known.name, gives=True)
     known.peer.broken = True
     again = known.peers.admit(known.theirs.info, 2.0)
     assert again is not known.peer
     assert not again.broken
-    assert known.peers.prepared(known.name) is not first
+    assert known.peers.prepared(known.name, gives=True) is not first
 
 
 def test_metadata_must_belong_to_its_name(known: Known) -> None:
@@ -82,7 +82,7 @@ def test_metadata_that_is_none_is_refused(known: Known) -> None:
 
 
 def test_a_peer_is_forgotten_with_all_that_was_made_for_it(known: Known) -> None:
-    known.peers.prepared(known.name)
+    known.peers.prepared(known.name, gives=True)
     known.peers.remove(known.name)
     known.peers.remove(known.name)
     assert known.peers.get(known.name) is None

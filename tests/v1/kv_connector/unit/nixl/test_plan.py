@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from v1.kv_connector.unit.nixl.planning import UNTOLD, same_pages
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Pages
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import (
-    Pages,
     Piece,
     PlanError,
     plan,
@@ -23,9 +24,12 @@ PAGE = 64
 
 
 def _pages(*groups: int) -> Pages:
-    return Pages.of(
-        [RegionInfo(f"l{i}", g, 0, PAGE, PAGE, HERE, 0) for i, g in enumerate(groups)]
-    )
+    regions = [
+        RegionInfo(f"l{i}", g, i << 20, PAGE, PAGE, HERE, 0)
+        for i, g in enumerate(groups)
+    ]
+    (pages,) = same_pages(regions, THERE).parts
+    return pages
 
 
 def _blocks(*ids: int) -> tuple[BlockArray, ...]:
@@ -41,41 +45,44 @@ def _pairs(pieces: list[Piece]) -> list[tuple[int, int]]:
 
 
 def test_all_regions_of_a_block_are_paired() -> None:
-    (piece,) = plan(_pages(0, 0), THERE, _blocks(3, 4), _blocks(8, 9), 10**9)
+    (piece,) = plan(_pages(0, 0), UNTOLD, _blocks(3, 4), _blocks(8, 9), 10**9)
     assert _pairs([piece]) == [(3, 8), (4, 9), (23, 38), (24, 39)]
     assert (piece.bytes, piece.descriptors) == (4 * PAGE, 2)
     assert piece.local.dtype == piece.remote.dtype == np.int32
 
 
 def test_tables_that_run_downwards_merge() -> None:
-    (piece,) = plan(_pages(0), THERE, _blocks(6, 5, 4), _blocks(9, 8, 7), 10**9)
+    (piece,) = plan(_pages(0), UNTOLD, _blocks(6, 5, 4), _blocks(9, 8, 7), 10**9)
     assert _pairs([piece]) == [(4, 7), (5, 8), (6, 9)]
     assert piece.descriptors == 1
 
 
 def test_neighbours_on_one_side_only_do_not_merge() -> None:
-    (piece,) = plan(_pages(0), THERE, _blocks(1, 2, 3), _blocks(5, 7, 8), 10**9)
+    (piece,) = plan(_pages(0), UNTOLD, _blocks(1, 2, 3), _blocks(5, 7, 8), 10**9)
     assert piece.descriptors == 2
 
 
 def test_pieces_are_bounded_but_hold_a_block() -> None:
-    pieces = plan(_pages(0, 0), THERE, _blocks(1, 2, 3), _blocks(4, 5, 6), 4 * PAGE)
+    pieces = plan(_pages(0, 0), UNTOLD, _blocks(1, 2, 3), _blocks(4, 5, 6), 4 * PAGE)
     assert [piece.bytes for piece in pieces] == [4 * PAGE, 2 * PAGE]
-    pieces = plan(_pages(0, 0), THERE, _blocks(1, 2, 3), _blocks(4, 5, 6), 1)
+    pieces = plan(_pages(0, 0), UNTOLD, _blocks(1, 2, 3), _blocks(4, 5, 6), 1)
     assert [piece.bytes for piece in pieces] == [2 * PAGE] * 3
 
 
 def test_a_group_without_regions_has_nothing_to_move() -> None:
-    pages = _pages(0, 1).only([1])
     pieces = plan(
-        pages, THERE, (*_blocks(1), *_blocks(2)), (*_blocks(3), *_blocks(4)), 999
+        _pages(1), UNTOLD, (*_blocks(1), *_blocks(2)), (*_blocks(3), *_blocks(4)), 999
     )
-    assert _pairs(pieces) == [(22, 34)]
+    assert _pairs(pieces) == [(2, 4)]
 
 
 def test_groups_have_their_own_tables() -> None:
     pieces = plan(
-        _pages(0, 1), THERE, (*_blocks(1), *_blocks(2)), (*_blocks(3), *_blocks(4)), 999
+        _pages(0, 1),
+        UNTOLD,
+        (*_blocks(1), *_blocks(2)),
+        (*_blocks(3), *_blocks(4)),
+        999,
     )
     assert _pairs(pieces) == [(1, 3), (22, 34)]
 
@@ -96,7 +103,7 @@ def test_what_cannot_be_paired_is_named(
     mine: tuple[BlockArray, ...], theirs: tuple[BlockArray, ...], said: str
 ) -> None:
     with pytest.raises(PlanError, match=said):
-        plan(_pages(0), THERE, mine, theirs, 10**9)
+        plan(_pages(0), UNTOLD, mine, theirs, 10**9)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -115,7 +122,7 @@ def test_every_pair_is_moved_once(
 ) -> None:
     mine, theirs = tables
     pieces = plan(
-        _pages(*[0] * layers), THERE, _blocks(*mine), _blocks(*theirs), max_bytes
+        _pages(*[0] * layers), UNTOLD, _blocks(*mine), _blocks(*theirs), max_bytes
     )
     assert sorted(_pairs(pieces)) == sorted(
         (layer * HERE + a, layer * THERE + b)

@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from v1.kv_connector.unit.nixl.planning import UNTOLD, same_pages
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.native import (
     Native,
     Table,
     load,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import (
-    Pages,
-    PlanError,
-    plan,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Pages
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import PlanError, plan
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     BlockArray,
     RegionInfo,
@@ -39,11 +37,11 @@ def compiled() -> Native:
 
 
 def outcome(
-    native: Native | None, pages: Pages, count: int, tables: Tables, max_bytes: int
+    native: Native | None, pages: Pages, tables: Tables, max_bytes: int
 ) -> object:
     """All that can be seen of a plan, or of its failure."""
     try:
-        pieces = plan(pages, count, *tables, max_bytes, native)
+        pieces = plan(pages, UNTOLD, *tables, max_bytes, native)
     except PlanError as error:
         return str(error)
     return [
@@ -77,17 +75,16 @@ def _ids(count: int, length: int) -> st.SearchStrategy[list[int]]:
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[Pages, int, Tables, int]:
+def _cases(draw: st.DrawFn) -> tuple[Pages, Tables, int]:
     group_of_region = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
     # Ids of one, two and three bytes.
     here = draw(st.sampled_from([1, 9, 250, 3_000, 5_000_000]))
     there = draw(st.integers(1, 300))
-    pages = Pages.of(
-        [
-            RegionInfo(f"l{i}", g, 0, PAGE * (1 + i % 2), PAGE, here, 0)
-            for i, g in enumerate(group_of_region)
-        ]
-    )
+    regions = [
+        RegionInfo(f"l{i}", g, i << 40, PAGE * (1 + i % 2), 2 * PAGE, here, 0)
+        for i, g in enumerate(group_of_region)
+    ]
+    (pages,) = same_pages(regions, there).parts
     tables: Tables = ([], [])
     tables_count = max(group_of_region) + 1 + draw(st.sampled_from([0] * 9 + [1]))
     for _ in range(tables_count):
@@ -96,14 +93,12 @@ def _cases(draw: st.DrawFn) -> tuple[Pages, int, Tables, int]:
         for side, (count, size) in enumerate(((here, length), (there, other))):
             ids = draw(_ids(count, size))
             tables[side].append(np.array(ids, dtype=np.int32))
-    return pages, there, tables, draw(st.integers(0, 60 * PAGE))
+    return pages, tables, draw(st.integers(0, 60 * PAGE))
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(_cases(), st.booleans())
-def test_both_planners_agree(
-    case: tuple[Pages, int, Tables, int], releases: bool
-) -> None:
+def test_both_planners_agree(case: tuple[Pages, Tables, int], releases: bool) -> None:
     native = compiled()
     limit = 0 if releases else sys.maxsize
     native = replace(native, pairs=limit, indices=limit)
@@ -112,27 +107,18 @@ def test_both_planners_agree(
 
 @pytest.mark.parametrize("step", [1, 2, -1])
 def test_slices_that_are_not_contiguous_are_read_as_they_are(step: int) -> None:
-    pages = Pages.of([RegionInfo("l", 0, 0, PAGE, PAGE, 64, 0)])
+    (pages,) = same_pages([RegionInfo("l", 0, 0, PAGE, PAGE, 64, 0)], 64).parts
     shuffled = np.random.default_rng(3).permutation(64).astype(np.int32)
     tables: Tables = ([shuffled[::step]], [shuffled[::-1][::step]])
-    results = [outcome(n, pages, 64, tables, 5 * PAGE) for n in (compiled(), None)]
+    results = [outcome(n, pages, tables, 5 * PAGE) for n in (compiled(), None)]
     assert results[0] == results[1]
 
 
-def test_more_pages_than_int32_can_name_are_refused() -> None:
-    pages = Pages.of([RegionInfo(f"l{i}", 0, 0, PAGE, PAGE, 4, 0) for i in range(2)])
-    tables: Tables = ([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
-    for native in (compiled(), None):
-        assert isinstance(outcome(native, pages, 2**30, tables, PAGE), list)
-        refused = outcome(native, pages, 2**30 + 1, tables, PAGE)
-        assert "2 regions of 1073741825 blocks" in str(refused)
-
-
 def test_ids_of_another_width_are_not_misread() -> None:
-    pages = Pages.of([RegionInfo("l", 0, 0, PAGE, PAGE, 64, 0)])
+    (pages,) = same_pages([RegionInfo("l", 0, 0, PAGE, PAGE, 64, 0)], 64).parts
     wide = [np.arange(4, dtype=np.int64)]
     with pytest.raises(ValueError, match="do not agree"):
-        plan(pages, 64, wide, wide, PAGE, compiled())  # type: ignore[arg-type]
+        plan(pages, UNTOLD, wide, wide, PAGE, compiled())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("room", [0, 5, 7])

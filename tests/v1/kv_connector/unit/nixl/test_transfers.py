@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from v1.kv_connector.unit.nixl.arena import LAYERS, NUM_BLOCKS, PAGE_BYTES, Memory
+from v1.kv_connector.unit.nixl.planning import UNTOLD, same_pages, whole_pages
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import (
     Agent,
     AgentError,
@@ -26,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.peers import SETTLE_SECONDS
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import Pages, Piece, plan
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import Piece, plan
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfers import (
     TransferEnded,
     TransferPool,
@@ -52,8 +53,10 @@ class Ends:
         self.peer = self.mine.agent.add_peer(self.theirs.agent.metadata())
         self.pool = TransferPool(self.mine.agent)
         regions = self.theirs.info.regions
-        self.local = self.mine.agent.prepare(self.mine.info.regions, "DRAM", None)
-        self.remote = self.mine.agent.prepare(regions, "DRAM", self.peer)
+        self.local = self.mine.agent.prepare(
+            whole_pages(self.mine.info.regions), "DRAM", None
+        )
+        self.remote = self.mine.agent.prepare(whole_pages(regions), "DRAM", self.peer)
         self.heard: list[bytes] = []
 
     def start(self, operation: str, pieces: list[Piece], name: str = "r") -> None:
@@ -99,14 +102,15 @@ def ends() -> Iterator[Ends]:
 
 def _plan(mine: list[int], theirs: list[int], max_bytes: int = 1 << 30) -> list[Piece]:
     regions = [
-        RegionInfo(f"l{i}", 0, 0, PAGE_BYTES, PAGE_BYTES, NUM_BLOCKS, 0)
+        RegionInfo(f"l{i}", 0, i << 20, PAGE_BYTES, PAGE_BYTES, NUM_BLOCKS, 0)
         for i in range(LAYERS)
     ]
 
     def table(blocks: list[int]) -> tuple[BlockArray, ...]:
         return (np.array(blocks, dtype=np.int32),)
 
-    return plan(Pages.of(regions), NUM_BLOCKS, table(mine), table(theirs), max_bytes)
+    (pages,) = same_pages(regions, NUM_BLOCKS).parts
+    return plan(pages, UNTOLD, table(mine), table(theirs), max_bytes)
 
 
 MINE, THEIRS = [3, 4, 5, 9], [20, 21, 8, 7]
@@ -184,7 +188,7 @@ def test_what_is_posted_ends_when_no_more_is(ends: Ends) -> None:
 def test_a_post_that_fails_ends_the_transfer(ends: Ends) -> None:
     # No such page: the other side described fewer than the indices reach.
     few = [msgspec.structs.replace(r, num_blocks=2) for r in ends.theirs.info.regions]
-    ends.remote = ends.mine.agent.prepare(few, "DRAM", ends.peer)
+    ends.remote = ends.mine.agent.prepare(whole_pages(few), "DRAM", ends.peer)
     ends.start("WRITE", _plan(MINE, THEIRS))
     (ended,) = ends.finish()
     assert (ended.failure or "").startswith("WRITE failed")
@@ -228,7 +232,7 @@ def test_memory_that_was_not_registered_is_refused(ends: Ends) -> None:
         for r in ends.theirs.info.regions
     ]
     with pytest.raises(AgentError):
-        ends.mine.agent.prepare(elsewhere, "DRAM", ends.peer)
+        ends.mine.agent.prepare(whole_pages(elsewhere), "DRAM", ends.peer)
 
 
 def test_a_message_needs_no_transfer(ends: Ends) -> None:
@@ -292,8 +296,8 @@ def _transfer_and_kill(
         msgspec.structs.replace(region, address=int(start) + index * size)
         for index, region in enumerate(mine.info.regions)
     ]
-    local = mine.agent.prepare(mine.info.regions, "DRAM", None)
-    remote = mine.agent.prepare(regions, "DRAM", peer)
+    local = mine.agent.prepare(whole_pages(mine.info.regions), "DRAM", None)
+    remote = mine.agent.prepare(whole_pages(regions), "DRAM", peer)
     pool = TransferPool(mine.agent)
 
     def transfer() -> TransferEnded:

@@ -17,8 +17,8 @@ import numpy as np
 from vllm.logger import init_logger
 
 from .ids import AgentName
-from .layout import MemoryRange
-from .wire import BlockArray, RegionInfo, printable
+from .layout import MemoryRange, Row
+from .wire import BlockArray, printable
 
 logger = init_logger(__name__)
 
@@ -123,16 +123,13 @@ class Agent:
         self._call(lambda: self._agent.remove_remote_agent(peer))
 
     def prepare(
-        self, regions: Sequence[RegionInfo], mem_type: str, peer: AgentName | None
+        self, rows: Sequence[Row], mem_type: str, peer: AgentName | None
     ) -> Any:
-        """A prepared descriptor list of all pages, local where ``peer`` is None."""
-        rows = [
-            (r.address, r.page_bytes, r.device_id, r.stride, r.num_blocks)
-            for r in regions
-        ]
+        """A prepared list of the rows' descriptors, local where ``peer`` is None."""
+        table = [(r.address, r.length, r.device_id, r.stride, r.count) for r in rows]
         return self._call(
             lambda: self._agent.prep_xfer_dlist(
-                peer or "NIXL_INIT_AGENT", np.array(rows, dtype=np.uint64), mem_type
+                peer or "NIXL_INIT_AGENT", np.array(table, dtype=np.uint64), mem_type
             )
         )
 

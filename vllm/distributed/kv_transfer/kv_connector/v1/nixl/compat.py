@@ -3,6 +3,10 @@
 
 from collections.abc import Mapping
 
+from .pages import pair_ranks
+from .pairing import PairingError
+from .serving import layers_of
+from .topology import TopologyError
 from .wire import PROTOCOL_VERSION, RankInfo, printable
 
 MAX_PAGES = 2**31 - 1
@@ -24,23 +28,20 @@ def refusal(local: RankInfo, remote: RankInfo, enforce: bool) -> str | None:
     problems = _differences(local.layout, remote.layout)
     if enforce:
         problems += _differences(local.compat, remote.compat)
-    if local.block_size != remote.block_size:
-        problems.append(
-            _differs("block_size", str(local.block_size), str(remote.block_size))
-        )
-    problems += _place_problems(local, remote)
-    problems += _region_differences(local, remote)
+    problems += _impossible(remote) or _region_differences(local, remote)
     return printable("; ".join(problems)) or None
 
 
-def _place_problems(local: RankInfo, remote: RankInfo) -> list[str]:
+def _impossible(remote: RankInfo) -> list[str]:
     for name in ("tp", "pp"):
         rank, size = getattr(remote, f"{name}_rank"), getattr(remote, f"{name}_size")
         if not 0 <= rank < size <= MAX_RANKS:
             return [f"{name}_rank {rank} of {name}_size {size}, which cannot be"]
-        mine = getattr(local, f"{name}_size")
-        if size != mine:
-            return [_differs(f"{name}_size", str(mine), str(size))]
+    counts = {region.num_blocks for region in remote.regions}
+    if not counts:
+        return ["the remote rank has no KV cache"]
+    if len(counts) > 1 or not 0 < max(counts) <= MAX_PAGES // len(remote.regions):
+        return [f"the remote caches have {sorted(counts)[:4]} blocks, which cannot be"]
     return []
 
 
@@ -57,26 +58,16 @@ def _differences(local: Mapping[str, str], remote: Mapping[str, str]) -> list[st
 
 
 def _region_differences(local: RankInfo, remote: RankInfo) -> list[str]:
-    ours = {region.layer: region for region in local.regions}
-    theirs = {region.layer: region for region in remote.regions}
-    missing = sorted(set(ours) ^ set(theirs))
-    if missing:
-        return [f"layers on one side only: {', '.join(missing[:4])}"]
-    counts = {region.num_blocks for region in remote.regions}
-    if len(counts) > 1 or not 0 < max(counts) <= MAX_PAGES // len(remote.regions):
-        return [f"the remote caches have {sorted(counts)[:4]} blocks, which cannot be"]
-    for layer, region in ours.items():
-        other = theirs[layer]
-        if region.page_bytes != other.page_bytes:
-            return [
-                _differs(
-                    f"page_bytes of {layer}",
-                    str(region.page_bytes),
-                    str(other.page_bytes),
-                )
-            ]
-        if region.group != other.group:
-            return [
-                _differs(f"cache group of {layer}", str(region.group), str(other.group))
-            ]
-    return []
+    if local.pp_size == remote.pp_size == 1:
+        missing = sorted(layers_of(local) ^ layers_of(remote))
+        if missing:
+            return [f"layers on one side only: {', '.join(missing[:4])}"]
+    # A pipeline stage may share no layer with this rank; what its whole engine lacks
+    # is seen where its ranks are known together.
+    problems: dict[str, None] = {}
+    for gives in (True, False):
+        try:
+            pair_ranks(local, remote, gives)
+        except (PairingError, TopologyError) as error:
+            problems[str(error)] = None
+    return list(problems)

@@ -18,7 +18,7 @@ from .auth import Token, introduced
 from .config import ConnectorConfig
 from .handoff.liveness import Liveness
 from .ids import AgentName
-from .peers import Peer, PeerDirectory
+from .peers import Peer, PeerDirectory, Prepared
 from .side_channel import Address, Handshake, HandshakeClient
 from .topology import TopologyError
 from .wire import Hello, RankInfo, WireError, decode_rank, encode
@@ -129,9 +129,9 @@ class Connections:
         peer = self._peers.get(name)
         return None if peer is None or peer.lost else peer
 
-    def prepared(self, name: AgentName) -> object:
+    def prepared(self, name: AgentName, gives: bool, parts: int) -> Prepared:
         """See :meth:`.peers.PeerDirectory.prepared`."""
-        return self._peers.prepared(name)
+        return self._peers.prepared(name, gives, parts)
 
     def introduction(self, name: AgentName, now: float) -> Hello | None:
         """What a notification to ``name`` must carry.

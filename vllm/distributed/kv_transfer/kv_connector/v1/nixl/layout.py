@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the KV of a block lies: cache tensors described as regions of pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .wire import RegionInfo
+from .wire import Plane, RegionInfo
 
 
 class LayoutError(ValueError):
@@ -23,6 +23,17 @@ class MemoryRange:
 
 
 @dataclass(frozen=True)
+class Row:
+    """``count`` descriptors of ``length`` bytes, ``stride`` bytes apart."""
+
+    address: int
+    length: int
+    device_id: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True)
 class CacheLayout:
     """The regions of one worker and the memory that they lie in."""
 
@@ -35,19 +46,48 @@ class CacheLayout:
         return sum(region.page_bytes for region in self.regions)
 
 
+def dense(tokens: int, lane_bytes: int) -> tuple[Plane, ...]:
+    """Tokens that follow each other in a lane, each in one piece."""
+    return (Plane(0, 1, 0, 1, lane_bytes // tokens),)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the engine knows of a layer's cache.
+
+    Attributes:
+        group: KV cache group.
+        tokens: tokens per block of the block table.
+        heads: KV heads on this rank.
+        model_heads: KV heads of the layer over all ranks.
+        window: tokens of its sliding window; 0 for none.
+        heads_apart: whether what the cache's head dimension counts are these heads.
+        packing: how tokens lie in a lane, given the tokens of a kernel block and the
+            bytes of a lane; None where that is not known.
+    """
+
+    group: int = 0
+    tokens: int = 0
+    heads: int = 1
+    model_heads: int = 1
+    window: int = 0
+    heads_apart: bool = True
+    packing: Callable[[int, int], tuple[Plane, ...]] | None = None
+
+
 def describe(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     num_blocks: int,
-    group_of_layer: Mapping[str, int],
+    shapes: Mapping[str, LayerShape],
 ) -> CacheLayout:
     """Describe registered cache tensors.
 
     Args:
-        kv_caches: the tensor of each layer, its first dimension counting kernel
-            blocks (one or more per block of the block table).
+        kv_caches: the tensor of each layer, its dimensions kernel blocks (one or more
+            per block of the block table), heads, tokens and content.
         num_blocks: blocks that the block tables count.
-        group_of_layer: KV cache group of each layer; layers that are absent are
-            not transferred.
+        shapes: what is known of each layer; layers that are absent are not
+            transferred.
 
     Raises:
         LayoutError: a layer's blocks are not contiguous pages.
@@ -56,23 +96,28 @@ def describe(
     seen: set[tuple[int, int]] = set()
     extents: list[MemoryRange] = []
     for layer, cache in kv_caches.items():
-        if layer not in group_of_layer:
+        if layer not in shapes:
             continue
         if not isinstance(cache, torch.Tensor):
             raise LayoutError(
                 f"layer {layer!r} has {len(cache)} cache tensors; only attention "
                 "layers with one tensor each can be transferred"
             )
-        address, group = cache.data_ptr(), group_of_layer[layer]
-        if (address, group) in seen:
+        shape = shapes[layer]
+        address = cache.data_ptr()
+        if (shape.group, address) in seen:
             # Layers that share a cache move once; both sides list the same one. Layers
-            # of several groups may share one too, but have blocks of their own in it.
+            # of different groups have the memory in common, but never its blocks.
             continue
-        seen.add((address, group))
-        region = _region(layer, cache, num_blocks, group)
+        seen.add((shape.group, address))
+        region = _region(layer, cache, num_blocks, shape)
         regions.append(region)
         extents.append(
-            MemoryRange(address, region.stride * num_blocks, region.device_id)
+            MemoryRange(
+                address,
+                region.stride * (num_blocks - 1) + region.page_bytes,
+                region.device_id,
+            )
         )
     if not regions:
         raise LayoutError("no layer has a KV cache to transfer")
@@ -94,7 +139,9 @@ def _distinct(regions: Sequence[RegionInfo]) -> dict[str, None]:
     return dict.fromkeys(region.layer for region in regions)
 
 
-def _region(layer: str, cache: torch.Tensor, num_blocks: int, group: int) -> RegionInfo:
+def _region(
+    layer: str, cache: torch.Tensor, num_blocks: int, shape: LayerShape
+) -> RegionInfo:
     kernel_blocks = cache.shape[0]
     if num_blocks < 1 or kernel_blocks % num_blocks:
         raise LayoutError(
@@ -120,15 +167,43 @@ def _region(layer: str, cache: torch.Tensor, num_blocks: int, group: int) -> Reg
             f"layer {layer!r} splits a block into {ratio} kernel blocks that are "
             f"{stride} bytes apart but {page_bytes} bytes long"
         )
+    if shape.tokens % ratio:
+        raise LayoutError(
+            f"layer {layer!r} splits blocks of {shape.tokens} tokens into {ratio} "
+            "kernel blocks"
+        )
+    lanes, planes = _inside(page, page_bytes, shape, shape.tokens // ratio)
     return RegionInfo(
         layer=layer,
-        group=group,
+        group=shape.group,
         address=cache.data_ptr(),
         page_bytes=page_bytes * ratio,
         stride=stride * ratio,
         num_blocks=num_blocks,
         device_id=max(cache.get_device(), 0),
+        tokens=shape.tokens,
+        heads=shape.heads,
+        model_heads=shape.model_heads,
+        lanes=lanes,
+        kernel_blocks=ratio,
+        planes=planes,
+        window=shape.window,
     )
+
+
+def _inside(
+    page: torch.Tensor, page_bytes: int, shape: LayerShape, tokens: int
+) -> tuple[int, tuple[Plane, ...]]:
+    """The lanes of a kernel block, and the planes of each."""
+    heads = page.shape[0] if page.dim() == 3 else 1
+    inner = page.numel() // heads
+    outside = heads > 1 and page.stride(0) == inner
+    if outside and not (shape.heads_apart and heads == shape.heads):
+        return 1, ()
+    lanes = heads if outside else 1
+    if shape.packing is None or not tokens:
+        return lanes, ()
+    return lanes, shape.packing(tokens, page_bytes // lanes)
 
 
 def _merge(extents: Sequence[MemoryRange]) -> tuple[MemoryRange, ...]:

@@ -9,13 +9,14 @@ from . import stats as names
 from .agent import Agent, AgentError
 from .config import ConnectorConfig
 from .connections import Connections
-from .handoff.actions import StartRead, StartWrite
+from .handoff.actions import StartRead, StartWrite, TransferSize
 from .ids import AgentName
-from .layout import parts_of_regions
-from .plan import Pages, Piece, PlanError, plan
+from .pairing import PairingError
+from .plan import PlanError, plan
 from .stats import StatsCollector
+from .topology import TopologyError
 from .transfers import TransferEnded, TransferPool
-from .wire import PROTOCOL_VERSION, BlockArray, Done, Packet, RankInfo, encode
+from .wire import PROTOCOL_VERSION, Done, Packet, RankInfo, encode
 
 logger = init_logger(__name__)
 
@@ -34,10 +35,7 @@ class Movement:
         self._max_bytes = config.max_transfer_bytes
         self._connections = connections
         self._stats = stats
-        self._regions = local.regions
-        self._pages = Pages.of(local.regions)
-        self._pages_of_part: dict[tuple[int, int], Pages] = {}
-        self._prepared = agent.prepare(local.regions, local.mem_type, None)
+        self._agent = agent
         self._pool = TransferPool(agent)
 
     def __len__(self) -> int:
@@ -46,24 +44,25 @@ class Movement:
     def write(self, action: StartWrite) -> str | None:
         """Queue a WRITE; returns why it cannot be, if so."""
 
-        def done(seq: int, total: int, piece: Piece) -> bytes:
+        def done(seq: int, total: int, size: TransferSize) -> bytes:
             body = Done(
                 action.registration_id,
                 action.chunk,
                 action.last,
                 seq,
                 total,
-                piece.bytes,
-                piece.descriptors,
+                size.bytes,
+                size.descriptors,
             )
             return encode(Packet(PROTOCOL_VERSION, None, body))
 
-        pages = self._part(action.part, action.parts)
-        return self._start("WRITE", action, action.chunk, pages, done)
+        return self._start(
+            "WRITE", action, action.chunk, (action.part, action.parts), done
+        )
 
     def read(self, action: StartRead) -> str | None:
         """Queue a READ; returns why it cannot be, if so."""
-        return self._start("READ", action, 0, self._pages, lambda *_: b"")
+        return self._start("READ", action, 0, (0, 1), lambda *_: b"")
 
     def advance(self) -> Iterator[TransferEnded]:
         """See :meth:`TransferPool.advance`; what has ended is counted."""
@@ -83,39 +82,32 @@ class Movement:
         """See :meth:`TransferPool.uses`."""
         return self._pool.uses(peer)
 
-    def _part(self, part: int, parts: int) -> Pages:
-        if parts == 1:
-            return self._pages
-        key = part, parts
-        if key not in self._pages_of_part:
-            found = parts_of_regions(self._regions, parts)
-            chosen = {i for i, of in enumerate(found) if of == part}
-            self._pages_of_part[key] = self._pages.only(chosen)
-        return self._pages_of_part[key]
-
     def _start(
         self,
         operation: str,
         action: StartWrite | StartRead,
         chunk: int,
-        pages: Pages,
-        notification: Callable[[int, int, Piece], bytes],
+        part: tuple[int, int],
+        notification: Callable[[int, int, TransferSize], bytes],
     ) -> str | None:
         name = action.peer
         peer = self._connections.usable(name)
         if peer is None:
             return "the peer was lost"
         try:
-            prepared = self._connections.prepared(name)
-            local, remote = _kept(action)
+            index, parts = part
+            prepared = self._connections.prepared(name, operation == "WRITE", parts)
             pieces = plan(
-                pages,
-                peer.info.regions[0].num_blocks,
-                local,
-                remote,
+                prepared.lists.parts[index],
+                action.want,
+                action.local_blocks,
+                action.remote_blocks,
                 self._max_bytes,
             )
-        except (PlanError, AgentError) as error:
+            if not pieces and (told := notification(0, 1, TransferSize())):
+                # What is not moved must be counted all the same.
+                self._agent.notify(name, told)
+        except (PairingError, PlanError, TopologyError, AgentError) as error:
             self._stats.failure(names.FAILED_TRANSFERS)
             return str(error)
         except Exception as error:
@@ -126,10 +118,12 @@ class Movement:
             name,
             action.registration_id,
             chunk,
-            self._prepared,
-            prepared,
+            prepared.local,
+            prepared.remote,
             pieces,
-            notification,
+            lambda seq, total, piece: notification(
+                seq, total, TransferSize(piece.bytes, piece.descriptors)
+            ),
         )
         return None
 
@@ -150,18 +144,3 @@ class Movement:
             ended.peer,
             ended.failure,
         )
-
-
-def _kept(
-    action: StartWrite | StartRead,
-) -> tuple[list[BlockArray], list[BlockArray]]:
-    local, remote = list(action.local_blocks), list(action.remote_blocks)
-    into, out_of = (
-        (remote, local) if isinstance(action, StartWrite) else (local, remote)
-    )
-    for group, ids in enumerate(into):
-        wanted = ids != 0
-        into[group], out_of[group] = ids[wanted], out_of[group][wanted]
-        if not out_of[group].all():
-            raise PlanError("blocks of a sliding window were let go of")
-    return local, remote

@@ -9,6 +9,8 @@ from vllm.logger import init_logger
 from .agent import Agent, AgentError
 from .compat import refusal
 from .ids import AgentName
+from .layout import Row
+from .pages import Lists, pair_ranks
 from .process import is_gone
 from .serving import count_readers, idle_of, sources_of
 from .side_channel import Address
@@ -18,6 +20,21 @@ logger = init_logger(__name__)
 
 SETTLE_SECONDS = 0.5
 MAX_PEERS = 16384
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What two ranks share, and NIXL's handles of the two lists that name it."""
+
+    lists: Lists
+    local: Any
+    remote: Any
+
+
+@dataclass
+class _Counted:
+    prepared: Any
+    users: int = 0
 
 
 @dataclass
@@ -44,7 +61,7 @@ class Peer:
     ended_at: float | None = None
     used_at: float = 0.0
     heard_at: float = float("-inf")
-    prepared: Any = None
+    prepared: dict[tuple[bool, int], Prepared] = field(default_factory=dict)
 
 
 class PeerDirectory:
@@ -61,6 +78,7 @@ class PeerDirectory:
         self._local = local
         self._enforce = enforce
         self._peers: dict[AgentName, Peer] = {}
+        self._lists: dict[tuple[Row, ...], _Counted] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -104,21 +122,48 @@ class PeerDirectory:
         self._peers[info.agent_name] = peer
         return peer
 
-    def prepared(self, name: AgentName) -> Any:
-        """The descriptor list of a peer's pages, prepared at first use.
+    def prepared(self, name: AgentName, gives: bool, parts: int = 1) -> Prepared:
+        """The descriptor lists of what this rank and a peer share, made at first use.
 
-        The peer's regions are put into the order of the local ones, so that one
-        index arithmetic serves both.
+        Args:
+            name: the peer.
+            gives: whether KV goes to it; copies of a head are shared out otherwise in
+                the other direction.
+            parts: into how many parts the local layers are divided.
 
         Raises:
             AgentError: NIXL does not know the memory.
+            PairingError, TopologyError: the layouts cannot be paired.
         """
         peer = self._peers[name]
-        if peer.prepared is None:
-            by_layer = {region.layer: region for region in peer.info.regions}
-            regions = [by_layer[region.layer] for region in self._local.regions]
-            peer.prepared = self._agent.prepare(regions, peer.info.mem_type, name)
-        return peer.prepared
+        known = peer.prepared.get((gives, parts))
+        if known is None:
+            lists = pair_ranks(self._local, peer.info, gives, parts)
+            local = self._take_local(lists.local)
+            try:
+                remote = self._agent.prepare(lists.remote, peer.info.mem_type, name)
+            except AgentError:
+                self._give_local(lists.local)
+                raise
+            known = Prepared(lists, local, remote)
+            peer.prepared[gives, parts] = known
+        return known
+
+    def _take_local(self, rows: tuple[Row, ...]) -> Any:
+        """A list of local rows; peers of the same shape have it in common."""
+        if rows not in self._lists:
+            made = self._agent.prepare(rows, self._local.mem_type, None)
+            self._lists[rows] = _Counted(made)
+        counted = self._lists[rows]
+        counted.users += 1
+        return counted.prepared
+
+    def _give_local(self, rows: tuple[Row, ...]) -> None:
+        counted = self._lists[rows]
+        counted.users -= 1
+        if not counted.users:
+            del self._lists[rows]
+            self._agent.release_prepared(counted.prepared)
 
     def sources(self, ranks: tuple[RankInfo, ...]) -> tuple[AgentName, ...]:
         """Of one engine's ranks, those that have something for this rank.
@@ -215,8 +260,9 @@ class PeerDirectory:
         if peer is None:
             return
         try:
-            if peer.prepared is not None:
-                self._agent.release_prepared(peer.prepared)
+            for prepared in peer.prepared.values():
+                self._give_local(prepared.lists.local)
+                self._agent.release_prepared(prepared.remote)
             self._agent.remove_peer(name)
         except AgentError as error:
             logger.debug("removing agent %s: %s", name, error)

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """From two block tables to the descriptor indices of NIXL transfers.
 
-Blocks pair by their position in the prompt. A prepared descriptor list holds the
-pages of all regions, region by region, so page ``b`` of region ``r`` has the index
-``r * num_blocks + b``; NIXL merges neighbours that are adjacent on both sides.
+Blocks pair by their position in the prompt. Which rows the two prepared lists have is
+told by :mod:`.pages`: index ``base + b`` names a row's piece of block ``b``; NIXL
+merges neighbours that are adjacent on both sides.
 
-Compiled code does this where it is built; numpy is the reference and the fallback.
+Compiled code pairs the tables of equal block sizes, where it is built; numpy is the
+reference, the fallback, and pairs the others.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from .native import NATIVE, Native, Table
-from .wire import BlockArray, RegionInfo
-
-INDEX_LIMIT = 2**31
-"""NIXL takes indices as int32."""
+from .pages import GroupPages, Pages, Run, SidePages
+from .wire import BlockArray, Want
 
 
 class PlanError(ValueError):
@@ -27,58 +25,15 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Pages:
-    """The shape of a rank's prepared list: pages per region, regions per group."""
-
-    num_blocks: int
-    regions_of_group: tuple[tuple[int, ...], ...]
-    page_bytes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, regions: Sequence[RegionInfo]) -> "Pages":
-        """Describe ``regions`` in their order."""
-        groups = max(region.group for region in regions) + 1
-        return cls(
-            num_blocks=regions[0].num_blocks,
-            regions_of_group=tuple(
-                tuple(i for i, r in enumerate(regions) if r.group == group)
-                for group in range(groups)
-            ),
-            page_bytes=tuple(region.page_bytes for region in regions),
-        )
-
-    def only(self, regions: Collection[int]) -> "Pages":
-        """The same list, of which only these regions are to be moved."""
-        return replace(
-            self,
-            regions_of_group=tuple(
-                tuple(i for i in group if i in regions)
-                for group in self.regions_of_group
-            ),
-        )
-
-    @cached_property
-    def groups(self) -> tuple[tuple[BlockArray, int], ...]:
-        """Per group, its regions, and the bytes of one block in all of them."""
-        return tuple(
-            (
-                np.asarray(regions, dtype=np.int32),
-                sum(self.page_bytes[r] for r in regions),
-            )
-            for regions in self.regions_of_group
-        )
-
-
-@dataclass(frozen=True)
 class Pairs:
-    """The block pairs of one group, in order of the local block."""
+    """The pairs of one group, in order of the local side.
+
+    A pair is a block, or a unit of one, by its number in the rows of each side.
+    """
 
     local: BlockArray
     remote: BlockArray
-    regions: BlockArray
-    local_count: int
-    remote_count: int
-    block_bytes: int
+    pages: GroupPages
     native: Native | None
 
 
@@ -97,7 +52,7 @@ class Piece:
     @property
     def bytes(self) -> int:
         """Bytes that are moved."""
-        return self.pairs.block_bytes * (self.stop - self.start)
+        return self.pairs.pages.unit_bytes * (self.stop - self.start)
 
     @property
     def local(self) -> BlockArray:
@@ -107,113 +62,196 @@ class Piece:
         few, and the first piece need not wait for those of the others.
         """
         pairs = self.pairs
-        return _expand(pairs, pairs.local[self.start : self.stop], pairs.local_count)
+        numbers = pairs.local[self.start : self.stop]
+        return _expand(pairs.native, pairs.pages.local, numbers)
 
     @property
     def remote(self) -> BlockArray:
         """Indices into the remote list, as many; they are made at each access."""
         pairs = self.pairs
-        return _expand(pairs, pairs.remote[self.start : self.stop], pairs.remote_count)
+        numbers = pairs.remote[self.start : self.stop]
+        return _expand(pairs.native, pairs.pages.remote, numbers)
 
 
 def plan(
     pages: Pages,
-    remote_blocks_count: int,
+    want: Want,
     local_blocks: Sequence[BlockArray],
     remote_blocks: Sequence[BlockArray],
     max_bytes: int,
     native: Native | None = NATIVE,
 ) -> list[Piece]:
-    """Pair ``local_blocks[g][i]`` with ``remote_blocks[g][i]`` for every group.
+    """Pair what two block tables have of the same tokens, for every group.
 
     Args:
-        pages: the local list; the remote one has the same regions in that order.
-        remote_blocks_count: pages per region of the remote list.
+        pages: what of a block is moved, and its rows in the lists.
+        want: the tokens. The tables of each side begin with the block that holds the
+            first of them, and end with the one that holds the last.
         local_blocks: block ids per group, by position.
         remote_blocks: the same of the other side.
-        max_bytes: bound on one piece, except that a piece has one block at least.
+        max_bytes: bound on one piece, except that a piece has one pair at least.
         native: the compiled code to use, or None for numpy.
 
     Raises:
-        PlanError: tables of unequal length, ids that a side does not have, or more
-            pages than an index can name.
+        PlanError: tables that do not fit the tokens or each other, or ids that a side
+            does not have.
     """
-    groups = pages.groups
-    if len(local_blocks) != len(groups) or len(remote_blocks) != len(groups):
+    needed = len(pages.groups)
+    if len(local_blocks) != len(remote_blocks) or len(local_blocks) < needed:
         raise PlanError(
             f"block tables for {len(local_blocks)} local and {len(remote_blocks)} "
-            f"remote groups, expected {len(groups)}"
+            f"remote groups, expected {needed}"
         )
-    for mine, theirs in zip(local_blocks, remote_blocks, strict=True):
-        if len(mine) != len(theirs):
-            raise PlanError(f"{len(mine)} local blocks for {len(theirs)} remote ones")
-    pages_count = max(pages.num_blocks, remote_blocks_count)
-    if len(pages.page_bytes) * pages_count > INDEX_LIMIT:
-        raise PlanError(
-            f"{len(pages.page_bytes)} regions of {pages_count} blocks have more pages "
-            f"than a descriptor list can name, {INDEX_LIMIT}"
-        )
-    counts = pages.num_blocks, remote_blocks_count
-    steps = [max(1, max_bytes // max(1, block_bytes)) for _, block_bytes in groups]
-    if native is None:
-        paired = _pair_by_numpy(local_blocks, remote_blocks, counts, steps)
-    else:
-        paired = _pair_natively(native, local_blocks, remote_blocks, counts, steps)
-    pieces: list[Piece] = []
-    for (regions, block_bytes), step, (mine, theirs, runs) in zip(
-        groups, steps, paired, strict=True
+    tables: list[_Units] = []
+    for group, mine, theirs in zip(
+        pages.groups, local_blocks, remote_blocks, strict=False
     ):
-        if not len(regions):
-            continue
-        pairs = Pairs(mine, theirs, regions, *counts, block_bytes, native)
-        pieces += [
-            Piece(pairs, start, min(start + step, len(mine)), count * len(regions))
-            for start, count in zip(range(0, len(mine), step), runs, strict=True)
-            if len(regions)
-        ]
-    return pieces
+        if group is not None:
+            _check_lengths(group, want, mine, theirs)
+            tables.append(_in_units(group, mine, theirs, want))
+    steps = [max(1, max_bytes // table.group.unit_bytes) for table in tables]
+    if native is None or not all(table.group.is_plain for table in tables):
+        for table in tables:
+            _check_ids(0, table.group.local, table.local[0])
+            _check_ids(1, table.group.remote, table.remote[0])
+        paired = [_pair(*each) for each in zip(tables, steps, strict=True)]
+    else:
+        paired = _pair_natively(native, tables, steps)
+    return [
+        Piece(
+            Pairs(mine, theirs, table.group, native),
+            start,
+            min(start + step, len(mine)),
+            descriptors,
+        )
+        for table, step, (mine, theirs, counts) in zip(
+            tables, steps, paired, strict=True
+        )
+        for start, descriptors in zip(range(0, len(mine), step), counts, strict=True)
+    ]
 
 
-# Local and remote ids in order of the local ones, and the runs of each piece.
+# Numbers of the local and the remote side in order of the local ones, and the
+# descriptors of each piece.
 _Paired: TypeAlias = tuple[BlockArray, BlockArray, list[int]]
 
 
-def _pair_by_numpy(
-    local_blocks: Sequence[BlockArray],
-    remote_blocks: Sequence[BlockArray],
-    counts: tuple[int, int],
-    steps: Sequence[int],
-) -> list[_Paired]:
-    for tables in zip(local_blocks, remote_blocks, strict=True):
-        for side, (ids, count) in enumerate(zip(tables, counts, strict=True)):
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
-                raise _out_of_range(side, int(ids.min()), int(ids.max()), count)
-    paired: list[_Paired] = []
-    for mine, theirs, step in zip(local_blocks, remote_blocks, steps, strict=True):
-        # Tables taken from a free list often run downwards; sorted by one side,
-        # they run upwards on both and merge.
-        order = np.argsort(mine, kind="stable")
-        mine, theirs = mine[order], theirs[order]
-        breaks = (np.diff(mine) != 1) | (np.diff(theirs) != 1)
-        runs = [
-            1 + int(np.count_nonzero(breaks[start : start + step - 1]))
-            for start in range(0, len(mine), step)
-        ]
-        paired.append((mine, theirs, runs))
-    return paired
+def _check_lengths(
+    group: GroupPages, want: Want, mine: BlockArray, theirs: BlockArray
+) -> None:
+    if not group.unit:
+        if len(mine) != len(theirs):
+            raise PlanError(f"{len(mine)} local blocks for {len(theirs)} remote ones")
+        return
+    if want.first_token % group.unit:
+        raise PlanError(
+            f"tokens from {want.first_token} on are to be moved, expected a multiple "
+            f"of the smaller block size {group.unit}"
+        )
+    for name, side, ids in (
+        ("local", group.local, mine),
+        ("remote", group.remote, theirs),
+    ):
+        expected = len(want.block_range(side.tokens))
+        if len(ids) != expected:
+            raise PlanError(
+                f"{len(ids)} {name} blocks of {side.tokens} tokens for tokens "
+                f"{want.first_token} to {want.end}, expected {expected}"
+            )
+
+
+def _check_ids(side: int, pages: SidePages, ids: BlockArray) -> None:
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= pages.blocks):
+        raise _out_of_range(side, int(ids.min()), int(ids.max()), pages.blocks)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The pairs of a group: on each side the block, and which unit of it."""
+
+    group: GroupPages
+    local: tuple[BlockArray, BlockArray]
+    remote: tuple[BlockArray, BlockArray]
+
+
+def _in_units(
+    group: GroupPages, mine: BlockArray, theirs: BlockArray, want: Want
+) -> _Units:
+    if group.is_plain and not group.window:
+        none = np.zeros(len(mine), dtype=np.int32)
+        return _Units(group, (mine, none), (theirs, none))
+    units = want.block_range(group.unit)
+    position = np.arange(units.start, units.stop, dtype=np.int32)
+    sides: list[tuple[BlockArray, BlockArray]] = []
+    for pages, ids in ((group.local, mine), (group.remote, theirs)):
+        block, unit = np.divmod(position, np.int32(pages.units))
+        first = want.first_token // pages.tokens
+        sides.append((ids[block - first], unit))
+    local, remote = sides
+    if group.window:
+        # A side that has let go of a block lists block 0 for it.
+        there = (local[0] != 0) & (remote[0] != 0)
+        half = (local[0] != 0) != (remote[0] != 0)
+        needed = (position + 1) * group.unit > 1 + want.prompt_tokens - group.window
+        if np.any(half & needed):
+            lost = int(position[half & needed][0]) * group.unit
+            raise PlanError(
+                f"one side has no block for token {lost}, which the sliding window "
+                f"of {group.window} tokens at the end of {want.prompt_tokens} needs"
+            )
+        local, remote = ((ids[there], unit[there]) for ids, unit in (local, remote))
+    return _Units(group, local, remote)
+
+
+def _pair(units: _Units, step: int) -> _Paired:
+    group = units.group
+    # Tables taken from a free list often run downwards; sorted by one side, they run
+    # upwards on both and merge.
+    ids, unit = units.local
+    order = np.argsort(ids.astype(np.int64) * group.local.units + unit, kind="stable")
+    local, remote = (
+        (ids[order], unit[order]) for ids, unit in (units.local, units.remote)
+    )
+    counts = np.zeros(-(-len(order) // step), dtype=np.int64)
+    for run, rows in group.runs.items():
+        breaks = ~(_follows(run, 0, local) & _follows(run, 1, remote))
+        counts += rows * np.array(
+            [
+                1 + int(np.count_nonzero(breaks[start : start + step - 1]))
+                for start in range(0, len(order), step)
+            ],
+            dtype=np.int64,
+        )
+    return (
+        group.local.numbers(*local),
+        group.remote.numbers(*remote),
+        counts.tolist(),
+    )
+
+
+def _follows(
+    run: Run, side: int, pairs: tuple[BlockArray, BlockArray]
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Whether each pair's piece begins where that of the pair before it ends."""
+    ids, units = pairs
+    starts = np.array(run.units[side], dtype=np.int64)[units]
+    starts = starts + ids.astype(np.int64) * run.strides[side]
+    found: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = (
+        np.diff(starts) == run.length
+    )
+    return found
 
 
 def _pair_natively(
-    native: Native,
-    local_blocks: Sequence[BlockArray],
-    remote_blocks: Sequence[BlockArray],
-    counts: tuple[int, int],
-    steps: Sequence[int],
+    native: Native, tables: Sequence[_Units], steps: Sequence[int]
 ) -> list[_Paired]:
-    tables: list[Table] = []
-    for mine, theirs, step in zip(local_blocks, remote_blocks, steps, strict=True):
+    if not tables:
+        return []
+    given: list[Table] = []
+    for table, step in zip(tables, steps, strict=True):
+        mine, theirs = table.local[0], table.remote[0]
         blocks = len(mine)
-        tables.append(
+        given.append(
             (
                 np.ascontiguousarray(mine),
                 np.ascontiguousarray(theirs),
@@ -223,11 +261,30 @@ def _pair_natively(
                 np.empty(-(-blocks // step), dtype=np.int32),
             )
         )
-    wrong = native.compiled.pair_tables(tables, *counts, native.pairs)
+    # All caches of a rank have the same number of blocks.
+    counts = tables[0].group.local.blocks, tables[0].group.remote.blocks
+    wrong = native.compiled.pair_tables(given, *counts, native.pairs)
     if wrong is not None:
         _, is_remote, lowest, highest = wrong
         raise _out_of_range(int(is_remote), lowest, highest, counts[is_remote])
-    return [(mine, theirs, runs.tolist()) for _, _, _, mine, theirs, runs in tables]
+    return [
+        (mine, theirs, _descriptors(table.group, step, len(mine), runs))
+        for table, step, (_, _, _, mine, theirs, runs) in zip(
+            tables, steps, given, strict=True
+        )
+    ]
+
+
+def _descriptors(
+    group: GroupPages, step: int, blocks: int, runs: BlockArray
+) -> list[int]:
+    """Per piece, from the runs of block ids that go up on both sides."""
+    dense = sum(rows for run, rows in group.runs.items() if run.is_dense)
+    loose = sum(group.runs.values()) - dense
+    return [
+        int(count) * dense + min(step, blocks - index * step) * loose
+        for index, count in enumerate(runs)
+    ]
 
 
 def _out_of_range(side: int, lowest: int, highest: int, count: int) -> PlanError:
@@ -237,11 +294,9 @@ def _out_of_range(side: int, lowest: int, highest: int, count: int) -> PlanError
     )
 
 
-def _expand(pairs: Pairs, ids: BlockArray, count: int) -> BlockArray:
-    if pairs.native is None:
-        return (pairs.regions[:, None] * count + ids).reshape(-1)
-    indices = np.empty(len(ids) * len(pairs.regions), dtype=np.int32)
-    pairs.native.compiled.expand(
-        ids, pairs.regions, count, indices, pairs.native.indices
-    )
+def _expand(native: Native | None, pages: SidePages, numbers: BlockArray) -> BlockArray:
+    if native is None:
+        return (pages.bases[:, None] + numbers).reshape(-1)
+    indices = np.empty(len(numbers) * len(pages.bases), dtype=np.int32)
+    native.compiled.expand(numbers, pages.bases, 1, indices, native.indices)
     return indices

@@ -67,6 +67,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 
     Granule ``i`` is ``granule`` tokens, and of them ``granule_bytes`` bytes in each of
     ``rows`` rows: at ``offset + row * row_stride + i * granule_bytes`` of the lane.
+    ``order`` tells the order of those bytes, where it is not that of tokens.
     """
 
     offset: Size
@@ -74,6 +75,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     row_stride: Size
     granule: Count
     granule_bytes: Size
+    order: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -87,8 +89,8 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     heads lie outside tokens, a lane is one of the ``heads`` KV heads that this rank
     has of the layer's ``model_heads``; otherwise there is one lane. ``planes`` tells
     how tokens lie in a lane; where it is empty, they cannot be told apart, and pages
-    move whole. ``window`` is the number of tokens of a sliding window, 0 where there
-    is none; where there is one, block 0 stands for no block.
+    move whole. ``window`` is the number of tokens at the end of a prompt that the layer
+    keeps for sure; block 0 then stands for no block. It is 0 where all are kept.
     """
 
     layer: str

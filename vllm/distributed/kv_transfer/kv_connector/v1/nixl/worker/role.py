@@ -46,6 +46,7 @@ from .facts import compat_facts, layout_facts
 from .fence import compute_fence
 from .idling import Idling
 from .layer_parts import LayerParts
+from .shapes import layer_shapes
 
 logger = init_logger(__name__)
 
@@ -93,7 +94,7 @@ class NixlWorker:
         layout = describe(
             kv_caches,
             self._kv_cache_config.num_blocks,
-            self._kv_cache_config.transfer_group_index_by_layer,
+            layer_shapes(self._vllm_config, self._kv_cache_config),
         )
         if self._mode is Mode.PUSH and self._config.push_layer_groups > 1:
             groups = self._config.push_layer_groups
