@@ -147,3 +147,31 @@ def test_all_differences_are_named_at_once() -> None:
     there = _there(compat={"model": "n", "vllm_version": "2"}, block_size=8)
     said = refusal(HERE, there, enforce=True) or ""
     assert all(key in said for key in ("model", "vllm_version", "block sizes"))
+
+
+def _with_cache_dtype(name: str, model_dtype: str = "bfloat16") -> RankInfo:
+    layout = {**HERE.layout, "dtype": model_dtype, "cache_dtype": name}
+    return _there(layout=layout)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
+def test_equal_cache_dtypes_exchange_kv(name: str) -> None:
+    same = _with_cache_dtype(name)
+    assert refusal(same, _with_cache_dtype(name), enforce=False) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (_with_cache_dtype("fp8"), "cache_dtype differs (local auto, remote fp8)"),
+        (
+            _with_cache_dtype("auto", "float16"),
+            "dtype differs (local bfloat16, remote float16)",
+        ),
+    ],
+)
+def test_other_cache_dtypes_are_refused(theirs: RankInfo, said: str) -> None:
+    """Also where pages are of the same length: their bytes would mean other numbers."""
+    mine = _with_cache_dtype("auto")
+    assert mine.regions == theirs.regions
+    assert refusal(mine, theirs, enforce=False) == said

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -47,7 +48,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace, PendingOffer
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    BlockArray,
+    RegionInfo,
+    Want,
+)
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -438,3 +443,28 @@ def _stop_while_it_owes_kv(peer: PeerProcess, rank: Rank) -> None:
     end = time.monotonic() + 1
     run([rank], lambda: time.monotonic() > end)
     assert rank.tables["receiver_quiescing"] == (rank.mode is Mode.PUSH)
+
+
+def test_a_hand_off_of_which_nothing_is_kept_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All blocks have left the window: there is nothing to write, and that is told."""
+    monkeypatch.setattr(arena, "RegionInfo", partial(RegionInfo, window=1))
+    pair = Pair(Mode.PUSH)
+    try:
+        none = np.zeros(2, dtype=np.int32)
+        # The last token is computed by D; it keeps no block before that one.
+        tokens = 2 * BLOCK_TOKENS
+        wanted = replace(
+            request(T, none, Mode.PUSH),
+            want=Want(tokens + 1, 0, tokens, b"digest"),
+        )
+        given = Offer(T, 1, tokens + 1, b"digest", (none,), missing_tokens=1)
+        pair.p.step(Expect(T, 1, ()), PendingOffer(given, lambda: True))
+        pair.d.step(Receive(wanted, pair.p.address))
+        pair.until(lambda: any(isinstance(e, Received) for e in pair.d.events))
+        (event,) = (e for e in pair.d.events if isinstance(e, Received))
+        assert event.size.bytes == 0
+    finally:
+        pair.p.close()
+        pair.d.close()

@@ -99,6 +99,9 @@ class ConnectorConfig:
         push_layer_groups: groups of layers in which the KV of a step is written while
             the step computes the rest; 1 writes it at the step's end. More than 1
             needs piecewise CUDA graphs.
+        enable_cross_layers_blocks: ask the engine for a cache layout that keeps a block
+            of all layers together, so that it moves as one piece; an engine whose
+            attention backend cannot use it warns and does without.
         max_transfer_bytes: largest single NIXL transfer; longer ones are split so
             that a blocking post cannot hold up liveness answers.
         enforce_handshake_compat: refuse a peer of another model, version or backend.
@@ -129,6 +132,7 @@ class ConnectorConfig:
     handshake_timeout: float = 5.0
     chunked_push: bool = True
     push_layer_groups: int = 1
+    enable_cross_layers_blocks: bool = False
     max_transfer_bytes: int = 64 << 20
     enforce_handshake_compat: bool = True
     kv_recompute_threshold: int = 64
@@ -173,6 +177,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "handshake_timeout": _seconds,
     "chunked_push": _flag,
     "push_layer_groups": _count(1),
+    "enable_cross_layers_blocks": _flag,
     "max_transfer_bytes": _count(1),
     "enforce_handshake_compat": _flag,
     "kv_recompute_threshold": _count(0),

@@ -106,7 +106,10 @@ class NixlBaseConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A layout in which a block of a layer is one piece of memory."""
+        """A layout in which a block of a layer, or of all, is one piece of memory."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if ConnectorConfig.parse(extra).enable_cross_layers_blocks:
+            return "BLHNC"
         model_config = vllm_config.model_config
         if model_config is None or model_config.use_mla:
             return None

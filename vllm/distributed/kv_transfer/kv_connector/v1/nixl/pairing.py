@@ -160,17 +160,19 @@ def _pieces(local: _Shape, remote: _Shape, count: int) -> Pieces:
 
 def _whole_tokens(local: _Shape, remote: _Shape, count: int) -> Pieces:
     """All tokens of both pages; of the heads perhaps some."""
+    whole = count == local.heads == remote.heads
+    if not whole:
+        _require_lanes(local, remote, count)
     if local.planes != remote.planes:
         raise PairingError("tokens lie differently in the pages of the two sides")
-    if count == local.heads == remote.heads:
+    if whole:
         if local.page_bytes != remote.page_bytes or local.lanes != remote.lanes:
             raise PairingError(
                 f"page_bytes differs (local {local.page_bytes}, remote "
                 f"{remote.page_bytes})"
             )
-        whole = np.zeros((1, 1), dtype=np.int64)
-        return Pieces(0, whole, whole, np.array([local.page_bytes], dtype=np.int64))
-    _require_lanes(local, remote, count)
+        start = np.zeros((1, 1), dtype=np.int64)
+        return Pieces(0, start, start, np.array([local.page_bytes], dtype=np.int64))
     if local.lane_bytes != remote.lane_bytes:
         raise PairingError(
             f"bytes of a head differ (local {local.lane_bytes}, remote "

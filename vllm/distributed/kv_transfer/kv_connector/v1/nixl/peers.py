@@ -11,6 +11,7 @@ from .compat import refusal
 from .ids import AgentName
 from .layout import Row
 from .pages import Lists, pair_ranks
+from .pairing import PairingError
 from .process import is_gone
 from .serving import count_readers, idle_of, sources_of
 from .side_channel import Address
@@ -139,6 +140,12 @@ class PeerDirectory:
         known = peer.prepared.get((gives, parts))
         if known is None:
             lists = pair_ranks(self._local, peer.info, gives, parts)
+            if not lists.local:
+                raise PairingError(
+                    f"agent {name} gets nothing from this rank"
+                    if gives
+                    else f"agent {name} has nothing for this rank"
+                )
             local = self._take_local(lists.local)
             try:
                 remote = self._agent.prepare(lists.remote, peer.info.mem_type, name)

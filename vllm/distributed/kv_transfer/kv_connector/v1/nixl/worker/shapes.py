@@ -111,6 +111,7 @@ def _packing(
 ) -> Packing | None:
     if (
         layer is None
+        or spec.num_heads != spec.num_kv_heads
         or spec.tokens_per_state != 1
         or spec.state_content_bytes is not None
         or spec.kv_quant_mode not in _PLAIN
