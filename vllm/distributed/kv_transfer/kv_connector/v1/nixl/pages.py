@@ -13,6 +13,7 @@ holds them side by side.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -95,6 +96,12 @@ class GroupPages:
     def is_plain(self) -> bool:
         """Whether whole blocks are paired."""
         return self.local.units == self.remote.units == 1
+
+    @cached_property
+    def dense_rows(self) -> tuple[int, int]:
+        """Rows of which neighbouring blocks join, and others."""
+        dense = sum(rows for run, rows in self.runs.items() if run.is_dense)
+        return dense, sum(self.runs.values()) - dense
 
 
 @dataclass(frozen=True)

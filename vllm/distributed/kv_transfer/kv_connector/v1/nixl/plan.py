@@ -167,19 +167,21 @@ def _check_ids(side: int, pages: SidePages, ids: BlockArray) -> None:
 
 @dataclass(frozen=True)
 class _Units:
-    """The pairs of a group: on each side the block, and which unit of it."""
+    """The pairs of a group: on each side the block, and which unit of it.
+
+    There are no units where whole blocks are paired.
+    """
 
     group: GroupPages
-    local: tuple[BlockArray, BlockArray]
-    remote: tuple[BlockArray, BlockArray]
+    local: tuple[BlockArray, BlockArray | None]
+    remote: tuple[BlockArray, BlockArray | None]
 
 
 def _in_units(
     group: GroupPages, mine: BlockArray, theirs: BlockArray, want: Want
 ) -> _Units:
     if group.is_plain and not group.window:
-        none = np.zeros(len(mine), dtype=np.int32)
-        return _Units(group, (mine, none), (theirs, none))
+        return _Units(group, (mine, None), (theirs, None))
     units = want.block_range(group.unit)
     position = np.arange(units.start, units.stop, dtype=np.int32)
     sides: list[tuple[BlockArray, BlockArray]] = []
@@ -207,11 +209,13 @@ def _pair(units: _Units, step: int) -> _Paired:
     group = units.group
     # Tables taken from a free list often run downwards; sorted by one side, they run
     # upwards on both and merge.
-    ids, unit = units.local
+    sides = [
+        (ids, np.zeros_like(ids) if unit is None else unit)
+        for ids, unit in (units.local, units.remote)
+    ]
+    ids, unit = sides[0]
     order = np.argsort(ids.astype(np.int64) * group.local.units + unit, kind="stable")
-    local, remote = (
-        (ids[order], unit[order]) for ids, unit in (units.local, units.remote)
-    )
+    local, remote = ((ids[order], unit[order]) for ids, unit in sides)
     counts = np.zeros(-(-len(order) // step), dtype=np.int64)
     for run, rows in group.runs.items():
         breaks = ~(_follows(run, 0, local) & _follows(run, 1, remote))
@@ -279,11 +283,13 @@ def _descriptors(
     group: GroupPages, step: int, blocks: int, runs: BlockArray
 ) -> list[int]:
     """Per piece, from the runs of block ids that go up on both sides."""
-    dense = sum(rows for run, rows in group.runs.items() if run.is_dense)
-    loose = sum(group.runs.values()) - dense
+    counts: list[int] = runs.tolist()
+    dense, loose = group.dense_rows
+    if not loose:
+        return [count * dense for count in counts]
     return [
-        int(count) * dense + min(step, blocks - index * step) * loose
-        for index, count in enumerate(runs)
+        count * dense + min(step, blocks - index * step) * loose
+        for index, count in enumerate(counts)
     ]
 
 
