@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from functools import cache, partial
 from types import NoneType
 from typing import Any, cast
@@ -252,7 +253,7 @@ _IGNORED = {"started_at", "offered_at", "kept_at", "size", "tokens", "trace", "n
 """What has no influence on what may happen."""
 
 
-_PLAIN = {str, bytes, int, bool, NoneType}
+_PLAIN = {str, bytes, int, bool, Fraction, NoneType}
 
 
 def _freeze(value: Any, now: float) -> Hashable:

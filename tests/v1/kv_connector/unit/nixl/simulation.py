@@ -315,7 +315,7 @@ class Simulation(GroundTruth):
                 self.leases.pop((target, message.registration_id), None)
             sender = self.senders[target]
             assert isinstance(message, ToSender)
-            self._perform(target, to_sender(sender, source, message, self.now))
+            self._perform(target, to_sender(sender, source, message, self.now, 1))
         else:
             receiver = self.receivers[target]
             assert isinstance(message, ToReceiver)
@@ -549,6 +549,7 @@ class Simulation(GroundTruth):
         self._perform(
             write.prefill,
             self.senders[write.prefill].written(
+                write.action.peer,
                 write.action.registration_id,
                 write.action.chunk,
                 TransferSize(),

@@ -101,9 +101,9 @@ def test_a_sender_stamps_its_chunks() -> None:
     table.expect(T, 1, (), 0)
     table.register(D, _register(), 1)
     table.offer(_chunk(0, 1), 2)
-    table.written(R, 0, SIZE, None, 4, (2.5, 3.5))
+    table.written(D, R, 0, SIZE, None, 4, (2.5, 3.5))
     table.offer(_chunk(1, 2), 6, 5.75)
-    stamps = _stamps(table.written(R, 1, SIZE, None, 8, (6.5, 7.5)))
+    stamps = _stamps(table.written(D, R, 1, SIZE, None, 8, (6.5, 7.5)))
     assert stamps.chunks == 2
     assert stamps.at == {
         Stage.REGISTERED: 1,
@@ -120,7 +120,7 @@ def test_a_failed_write_moves_nothing() -> None:
     table.expect(T, 1, (), 0)
     table.register(D, _register(), 1)
     table.offer(_chunk(0, 2), 2)
-    stamps = _stamps(table.written(R, 0, SIZE, "broken", 4, (2.5, 3.5)))
+    stamps = _stamps(table.written(D, R, 0, SIZE, "broken", 4, (2.5, 3.5)))
     assert stamps.chunks == 0
     assert stamps.at == {Stage.REGISTERED: 1, Stage.PREFILL_ENDED: 2}
 
@@ -131,8 +131,8 @@ def test_the_first_of_several_receivers_and_the_last_write_count() -> None:
     table.register(D, _register(R), 1)
     table.offer(_chunk(0, 2), 2)
     table.register(D, _register(S), 3)
-    table.written(S, 0, SIZE, None, 6, (4, 5))
-    stamps = _stamps(table.written(R, 0, SIZE, None, 7, (2, 6.5)))
+    table.written(D, S, 0, SIZE, None, 6, (4, 5))
+    stamps = _stamps(table.written(D, R, 0, SIZE, None, 7, (2, 6.5)))
     assert stamps.at[Stage.REGISTERED] == 1
     assert (stamps.at[Stage.FIRST_POSTED], stamps.at[Stage.LAST_POSTED]) == (2, 4)
     assert stamps.at[Stage.WRITTEN] == 6.5
@@ -143,7 +143,7 @@ def test_a_claim_by_another_name_is_stamped_when_it_came() -> None:
     table.register(D, _register(transfer_id=ALIAS), 1)
     table.expect(T, 1, (ALIAS,), 5)
     table.offer(_chunk(0, 2), 6)
-    stamps = _stamps(table.written(R, 0, SIZE, None, 8, (6, 7)))
+    stamps = _stamps(table.written(D, R, 0, SIZE, None, 8, (6, 7)))
     assert stamps.at[Stage.REGISTERED] == 1
 
 

@@ -93,7 +93,7 @@ def _closed(actions: list[Action]) -> list[SenderClosed]:
 def _written(
     table: SenderTable, now: float, failure: str | None = None
 ) -> list[Action]:
-    return table.written(R, 0, MOVED, failure, now)
+    return table.written(D, R, 0, MOVED, failure, now)
 
 
 def test_a_registration_before_its_request_is_served_when_the_offer_comes() -> None:
@@ -283,15 +283,16 @@ def test_a_malformed_registration_is_refused_for_good() -> None:
 
 def test_a_claim_belongs_to_who_made_it() -> None:
     table = _table()
-    table.expect(T, 1, (), 0)
+    table.expect(T, 2, (), 0)
     table.register(D, _register(), 0)
-    assert table.register(E, _register(), 1) == []
-    assert table.cancel(E, R, T, 1) == []
+    assert _sent(table.cancel(E, R, T, 1)) == [Cancelled(R)]
+    assert _sent(table.register(E, _register(), 1)) == [Cancelled(R)]
     (write,) = table.offer(_offer(), 2)
     assert isinstance(write, StartWrite)
     assert write.peer == D
-    _written(table, 3)
-    assert table.register(E, _register(), 4) == []
+    assert table.written(E, R, 0, MOVED, None, 3) == []
+    (closed,) = _closed(_written(table, 3))
+    assert closed.tokens == 10
 
 
 def test_a_withdrawn_request_refuses_who_waits() -> None:
@@ -331,7 +332,7 @@ def test_a_lost_receiver_ends_its_claims_when_nothing_is_written() -> None:
     table.offer(_offer(), 0)
     table.register(D, _register(R), 0)
     assert table.peers() == {D, E}
-    table.written(S, 0, MOVED, None, 1)
+    table.written(E, S, 0, MOVED, None, 1)
     assert table.peer_lost(D, 2) == []
     assert table.peers() == {D}
     actions = _written(table, 3, "disconnected")
@@ -509,8 +510,8 @@ def test_a_request_is_found_under_all_its_names() -> None:
     table.register(D, _register(S, T), 2)
     assert table.sizes() == {"sender_handoffs": 1, "sender_claims": 2}
     assert len(table.offer(_offer(), 3)) == 2
-    table.written(R, 0, MOVED, None, 4)
-    table.written(S, 0, MOVED, None, 4)
+    table.written(D, R, 0, MOVED, None, 4)
+    table.written(D, S, 0, MOVED, None, 4)
     assert not any(table.sizes().values())
     late = RegistrationId("late")
     assert "num_receivers" in _refusal(table.register(D, _register(late, U), 5))

@@ -77,7 +77,7 @@ def _register(first_block: int = 0, registration_id: RegistrationId = R) -> Regi
 def _written(
     table: SenderTable, chunk: int, failure: str | None = None
 ) -> list[Action]:
-    return table.written(R, chunk, MOVED, failure, 5)
+    return table.written(D, R, chunk, MOVED, failure, 5)
 
 
 def _moves(actions: list[Action]) -> list[tuple[int, bool, list[int], list[int]]]:
@@ -297,9 +297,9 @@ def test_preempted_blocks_are_held_until_nothing_reads_them(table: SenderTable) 
     assert table.retract(T, 1) == []
     table.offer(_offer(0, 4, generation=2), 2)
     assert _events(_written(table, 0)) == []
-    assert _events(table.written(S, 0, MOVED, None, 5)) == [Retracted(T, 1)]
+    assert _events(table.written(D, S, 0, MOVED, None, 5)) == [Retracted(T, 1)]
     assert _events(_written(table, 1)) == []
-    (closed,) = _events(table.written(S, 1, MOVED, None, 5))
+    (closed,) = _events(table.written(D, S, 1, MOVED, None, 5))
     assert isinstance(closed, SenderClosed)
     assert closed.generation == 2
 

@@ -32,11 +32,30 @@ FAMILIAR_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
+class Engine:
+    """The ranks of another engine that this one has to do with.
+
+    Attributes:
+        sources: those that have something for this rank.
+        idle: those that have nothing for any rank of this engine, where it is this
+            rank that tells them so.
+    """
+
+    sources: tuple[AgentName, ...]
+    idle: tuple[AgentName, ...] = ()
+
+    @property
+    def all(self) -> tuple[AgentName, ...]:
+        """Both, which are to be told what concerns a whole hand-off."""
+        return self.sources + self.idle
+
+
+@dataclass(frozen=True)
 class EngineUp:
-    """The engine at ``address`` can be spoken to; ``sources`` serve this rank."""
+    """The engine at ``address`` can be spoken to."""
 
     address: Address
-    sources: tuple[AgentName, ...]
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,7 @@ class Connections:
         self._peers = PeerDirectory(agent, local, config.enforce_handshake_compat)
         self._handshakes = HandshakeClient(config.handshake_timeout, token)
         self._liveness = Liveness(config.peer_timeout)
-        self._engines: dict[Address, tuple[AgentName, ...]] = {}
+        self._engines: dict[Address, Engine] = {}
         self._wanted: set[Address] = set()
         self._events: list[ConnectionEvent] = []
         self._next_probe = 0.0
@@ -102,8 +121,8 @@ class Connections:
         """Whether somebody waits for an engine or an event; probes can wait."""
         return bool(self._wanted or self._events)
 
-    def sources(self, address: Address) -> tuple[AgentName, ...] | None:
-        """The agents at ``address`` that serve this rank, once connected."""
+    def engine(self, address: Address) -> Engine | None:
+        """The engine at ``address``, once connected."""
         return self._engines.get(address)
 
     def connect(self, address: Address, now: float) -> None:
@@ -128,6 +147,10 @@ class Connections:
         """A peer with which a transfer may be started."""
         peer = self._peers.get(name)
         return None if peer is None or peer.lost else peer
+
+    def readers(self, name: AgentName) -> int:
+        """See :meth:`.peers.PeerDirectory.readers`."""
+        return self._peers.readers(name)
 
     def prepared(self, name: AgentName, gives: bool, parts: int) -> Prepared:
         """See :meth:`.peers.PeerDirectory.prepared`."""
@@ -242,20 +265,34 @@ class Connections:
         where = f"{handshake.address[0]}:{handshake.address[1]}"
         if not handshake.ranks:
             return f"the engine at {where} has no workers"
+        for info in handshake.ranks:
+            self._replace_old(info, handshake.address, now)
+        engine = self._pair(handshake.ranks)
+        # Where they cannot be paired, a rank's description may tell why.
+        known = None if isinstance(engine, str) else engine.all
         try:
             for info in handshake.ranks:
-                self._replace_old(info, handshake.address, now)
+                if known is not None and info.agent_name not in known:
+                    continue
                 peer = self._peers.admit(info, now)
                 peer.addresses.add(handshake.address)
                 # It gets another chance to answer, and is judged anew.
                 peer.lost = False
                 if peer.refusal is not None:
                     return f"handshake with {where} refused: {peer.refusal}"
-            sources = self._peers.sources(handshake.ranks)
-        except (AgentError, TopologyError) as error:
+        except AgentError as error:
             return f"handshake with {where} failed: {error}"
-        self._engines[handshake.address] = sources
+        if isinstance(engine, str):
+            return f"handshake with {where} failed: {engine}"
+        self._engines[handshake.address] = engine
         return None
+
+    def _pair(self, ranks: tuple[RankInfo, ...]) -> Engine | str:
+        """What this rank has to do with an engine, or why that cannot be told."""
+        try:
+            return Engine(self._peers.sources(ranks), self._peers.idle(ranks))
+        except (AgentError, TopologyError) as error:
+            return str(error)
 
     def _replace_old(self, info: RankInfo, address: Address | None, now: float) -> None:
         for name in self._peers.superseded_by(info, address):
@@ -288,6 +325,6 @@ class Connections:
         )
 
     def _forget_engine(self, name: AgentName) -> None:
-        for address, sources in list(self._engines.items()):
-            if name in sources:
+        for address, engine in list(self._engines.items()):
+            if name in engine.all:
                 del self._engines[address]

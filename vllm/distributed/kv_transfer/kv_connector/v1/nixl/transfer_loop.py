@@ -29,6 +29,7 @@ from .config import ConnectorConfig
 from .connections import (
     ConnectionEvent,
     Connections,
+    Engine,
     EngineDown,
     EngineUp,
     PeerGone,
@@ -232,7 +233,7 @@ class TransferLoop:
                 self._do(self._kept.retire(command.name, now))
             case Watch():
                 self._watches.add(command.transfer_id, command.address)
-                if self._connections.sources(command.address) is None:
+                if self._connections.engine(command.address) is None:
                     self._connections.connect(command.address, now)
             case Unwatch():
                 self._watches.drop(command.transfer_id)
@@ -258,32 +259,34 @@ class TransferLoop:
     def _with_engine(
         self, address: Address, command: Receive | TellNotNeeded, now: float
     ) -> None:
-        sources = self._connections.sources(address)
-        if sources is not None:
-            self._connected(sources, command, now)
+        engine = self._connections.engine(address)
+        if engine is not None:
+            self._connected(engine, command, now)
             return
         self._waiting.setdefault(address, []).append(command)
         self._connections.connect(address, now)
 
     def _connected(
-        self,
-        sources: tuple[AgentName, ...],
-        command: Receive | TellNotNeeded,
-        now: float,
+        self, engine: Engine, command: Receive | TellNotNeeded, now: float
     ) -> None:
-        if isinstance(command, Receive):
-            self._do(
-                self._receiver.connected(command.request.registration_id, sources, now)
-            )
+        if isinstance(command, TellNotNeeded):
+            message = NotNeeded(command.transfer_id, command.receivers)
+            self._do(Send(name, message) for name in engine.all)
             return
-        message = NotNeeded(command.transfer_id, command.receivers)
-        self._do(Send(name, message) for name in sources)
+        request = command.request
+        over = self._receiver.transfer_id(request.registration_id) is None
+        self._do(self._receiver.connected(request.registration_id, engine.sources, now))
+        if not is_kept(request.transfer_id):
+            # Nobody else tells them that this receiver does not ask.
+            message = NotNeeded(request.transfer_id, 1)
+            untold = engine.all if over else engine.idle
+            self._do(Send(name, message) for name in untold)
 
     def _connection_changed(self, event: ConnectionEvent, now: float) -> None:
         match event:
             case EngineUp():
                 for command in self._waiting.pop(event.address, []):
-                    self._connected(event.sources, command, now)
+                    self._connected(event.engine, command, now)
             case EngineDown():
                 self.stats.failure(names.FAILED_HANDSHAKES)
                 for command in self._waiting.pop(event.address, []):
@@ -356,7 +359,8 @@ class TransferLoop:
                 | ReadDone()
                 | Renew()
             ):
-                self._do(to_sender(self._sender, name, body, now))
+                readers = self._connections.readers(name)
+                self._do(to_sender(self._sender, name, body, now, readers))
             case HelloAck():
                 peer.greeted = True
                 if body.refusal is not None:
@@ -383,7 +387,12 @@ class TransferLoop:
         if failure is not None:
             self._do(
                 self._sender.written(
-                    action.registration_id, action.chunk, TransferSize(), failure, now
+                    action.peer,
+                    action.registration_id,
+                    action.chunk,
+                    TransferSize(),
+                    failure,
+                    now,
                 )
             )
 
@@ -399,6 +408,7 @@ class TransferLoop:
     def _transfer_ended(self, ended: TransferEnded, now: float) -> None:
         if ended.operation == "WRITE":
             actions = self._sender.written(
+                ended.peer,
                 ended.registration_id,
                 ended.chunk,
                 ended.size,
@@ -419,8 +429,9 @@ class TransferLoop:
         self._do(self._kept.tick(now))
         self._do(self._receiver.tick(now))
         for address, transfer_ids in self._watches.due(now).items():
-            for name in self._connections.sources(address) or ():
-                self._do([Send(name, Renew(transfer_ids))])
+            engine = self._connections.engine(address)
+            message = Renew(transfer_ids)
+            self._do(Send(name, message) for name in (engine.all if engine else ()))
         owing = self._receiver.peers() | self._sender.peers() | self._kept.peers()
         for name in self._connections.tick(owing, now):
             self._do([Send(name, Ping())])

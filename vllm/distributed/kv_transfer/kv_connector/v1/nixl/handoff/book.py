@@ -3,9 +3,9 @@
 
 from collections.abc import Iterable
 
-from ..ids import AgentName, RegistrationId, TransferId
+from ..ids import TransferId
 from ..timeline import Stage as Reached
-from .claims import Claim, Handoff, Stage
+from .claims import Claim, ClaimKey, Handoff, Stage
 from .history import History
 
 HISTORY = 8192
@@ -22,7 +22,7 @@ class HandoffBook:
         self._lease = lease
         self._handoffs: dict[TransferId, Handoff] = {}
         self._alias: dict[TransferId, TransferId] = {}
-        self._claims: dict[RegistrationId, TransferId] = {}
+        self._claims: dict[ClaimKey, TransferId] = {}
         self._closed: History[TransferId, str] = History(HISTORY)
         self.claimed_blocks = 0
 
@@ -68,9 +68,9 @@ class HandoffBook:
             if early is not None:
                 del self._handoffs[alias]
                 for claim in early.claims.values():
-                    handoff.claims[claim.registration_id] = claim
+                    handoff.claims[claim.key] = claim
                     handoff.stamps.mark(Reached.REGISTERED, claim.claimed_at)
-                    self._claims[claim.registration_id] = handoff.transfer_id
+                    self._claims[claim.key] = handoff.transfer_id
                 handoff.ended += early.ended
                 handoff.released |= early.released
 
@@ -97,30 +97,23 @@ class HandoffBook:
         """Claims on all hand-offs."""
         return len(self._claims)
 
-    def is_claimed(self, registration_id: RegistrationId) -> bool:
-        """Whether there is a claim of this name, whoever made it."""
-        return registration_id in self._claims
-
-    def claim(
-        self, registration_id: RegistrationId, peer: AgentName | None = None
-    ) -> tuple[Handoff, Claim] | None:
-        """A claim and its hand-off; only if ``peer`` made it, where one is given."""
-        transfer_id = self._claims.get(registration_id)
+    def claim(self, key: ClaimKey) -> tuple[Handoff, Claim] | None:
+        """A claim and its hand-off."""
+        transfer_id = self._claims.get(key)
         if transfer_id is None:
             return None
         handoff = self._handoffs[transfer_id]
-        claim = handoff.claims[registration_id]
-        return (handoff, claim) if peer in (None, claim.peer) else None
+        return handoff, handoff.claims[key]
 
     def add_claim(self, handoff: Handoff, claim: Claim) -> None:
-        """A receiver wants the hand-off's KV."""
+        """A rank of a receiver wants the hand-off's KV."""
         self.claimed_blocks += claim.num_blocks
-        handoff.claims[claim.registration_id] = claim
+        handoff.claims[claim.key] = claim
         handoff.stamps.mark(Reached.REGISTERED, claim.claimed_at)
-        self._claims[claim.registration_id] = handoff.transfer_id
+        self._claims[claim.key] = handoff.transfer_id
 
     def drop_claim(self, handoff: Handoff, claim: Claim) -> None:
         """A claim has ended."""
         self.claimed_blocks -= claim.num_blocks
-        del handoff.claims[claim.registration_id]
-        del self._claims[claim.registration_id]
+        del handoff.claims[claim.key]
+        del self._claims[claim.key]

@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from fractions import Fraction
+from typing import TypeAlias
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage as Reached
@@ -20,6 +22,21 @@ from ..wire import (
 )
 from .actions import CloseReason, Offer, SenderClosed, StartWrite, TransferSize
 from .computed import Computed
+
+ClaimKey: TypeAlias = tuple[AgentName, RegistrationId]
+"""Who claims, and for which attempt: all ranks of an engine use its scheduler's id."""
+
+Answer: TypeAlias = Finished | Refused | Cancelled
+"""What a receiver's rank is told at the end."""
+
+
+def share(receivers: int, readers: int) -> Fraction:
+    """What the word of one rank for ``receivers`` counts, in receivers.
+
+    ``readers`` ranks of its engine speak to this one; none where one of them speaks
+    for them all, since they need nothing from here.
+    """
+    return Fraction(receivers, max(1, readers))
 
 
 class Stage(Enum):
@@ -43,9 +60,10 @@ class ClaimState(Enum):
 
 @dataclass
 class Claim:
-    """One receiver's wish for a hand-off's KV.
+    """The wish of a receiver's rank for a hand-off's KV.
 
     Attributes:
+        share: what it counts, in receivers; see :func:`share`.
         writes: the generation that each WRITE under way reads from, by chunk number.
         chunks: WRITEs begun so far, which is the number of the next chunk.
         written_to: per part of the layers, tokens from the start of the prompt that are
@@ -58,6 +76,7 @@ class Claim:
     want: Want
     blocks: tuple[BlockArray, ...] | None
     claimed_at: float
+    share: Fraction = Fraction(1)
     state: ClaimState = ClaimState.WAITING
     leased_at: float = 0.0
     lease_end: float = 0.0
@@ -69,6 +88,11 @@ class Claim:
     chunks: int = 0
     written_to: list[int] = field(default_factory=list)
     failure: str | None = None
+
+    @property
+    def key(self) -> ClaimKey:
+        """What it is known by."""
+        return self.peer, self.registration_id
 
     @property
     def is_written(self) -> bool:
@@ -89,6 +113,8 @@ class Handoff:
         computed: what there is to move, as far as it goes.
         retracted: the latest generation that was taken back.
         retracting: generations that were, while a WRITE reads from their blocks.
+        ended: receivers that have, the ranks of each counted by their share.
+        tokens: what they got in all, counted likewise.
     """
 
     transfer_id: TransferId
@@ -97,12 +123,12 @@ class Handoff:
     receivers: int | None = None
     computed: Computed | None = None
     offered_at: float = 0.0
-    ended: int = 0
+    ended: Fraction = Fraction(0)
     released: bool = False
     lapsed: bool = False
     withdrawn: str | None = None
-    claims: dict[RegistrationId, Claim] = field(default_factory=dict)
-    tokens: int = 0
+    claims: dict[ClaimKey, Claim] = field(default_factory=dict)
+    tokens: Fraction = Fraction(0)
     size: TransferSize = field(default_factory=TransferSize)
     aliases: tuple[TransferId, ...] = ()
     retracted: int = 0
@@ -115,6 +141,10 @@ class Handoff:
         self.stamps.mark(Reached.FIRST_POSTED, began)
         self.stamps.mark(Reached.LAST_POSTED, began)
         self.stamps.mark(Reached.WRITTEN, ended)
+
+    def provided(self, claim: Claim) -> None:
+        """A claim has got all that it wants."""
+        self.tokens += claim.want.num_tokens * claim.share
 
     @property
     def offer(self) -> Offer | None:
@@ -136,7 +166,7 @@ class Handoff:
             self.transfer_id,
             self.offer.generation,
             reason,
-            self.tokens,
+            int(self.tokens),
             self.size,
             now - self.offered_at,
             self.stamps,
@@ -145,14 +175,6 @@ class Handoff:
     def is_read_from(self, generation: int) -> bool:
         """Whether a WRITE reads from the blocks of a generation."""
         return any(generation in c.writes.values() for c in self.claims.values())
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a receiver was told at the end, to be told again."""
-
-    peer: AgentName
-    answer: Finished | Refused | Cancelled
 
 
 def why_closed(reason: CloseReason, handoff: Handoff, lease: float) -> str:
@@ -248,9 +270,7 @@ def _write(
     )
 
 
-def answer_to_written(
-    handoff: Handoff, claim: Claim
-) -> Finished | Refused | Cancelled | None:
+def answer_to_written(handoff: Handoff, claim: Claim) -> Answer | None:
     """What a receiver gets whose WRITEs have all ended; ``None`` if more follow."""
     registration_id = claim.registration_id
     if claim.failure is not None:

@@ -33,22 +33,24 @@ ToKept: TypeAlias = LeaseRequest | ReadDone | Cancel
 
 
 def to_sender(
-    sender: SenderTable, peer: AgentName, message: ToSender, now: float
+    sender: SenderTable, peer: AgentName, message: ToSender, now: float, readers: int
 ) -> list[Action]:
-    """A prefill rank hears something."""
+    """A prefill rank hears something; ``readers`` ranks of that engine ask it."""
     match message:
         case Register():
-            return sender.register(peer, message, now)
+            return sender.register(peer, message, now, readers)
         case LeaseRequest():
-            return sender.lease_request(peer, message, now)
+            return sender.lease_request(peer, message, now, readers)
         case Cancel():
             return sender.cancel(
-                peer, message.registration_id, message.transfer_id, now
+                peer, message.registration_id, message.transfer_id, now, readers
             )
         case NotNeeded():
-            return sender.not_needed(message.transfer_id, message.receivers, now)
+            return sender.not_needed(
+                message.transfer_id, message.receivers, now, readers
+            )
         case ReadDone():
-            return sender.read_done(peer, message, now)
+            return sender.read_done(peer, message, now, readers)
         case Renew():
             sender.renew(message.transfer_ids, now)
             return []

@@ -7,7 +7,8 @@ decode engine asks for it, whichever comes first::
     AWAITED ──expect──▶ EXPECTED ──offer──▶ OFFERED ──▶ closed
        └─────────────────offer──────────────────▲
 
-A receiver's claim on it goes through::
+A receiver is an engine of one or more ranks. Each that needs something from here
+claims it under the engine's registration, and the claim goes through::
 
     WAITING ──▶ WRITING ──▶ ended (done, failed, cancelled)      push
     WAITING ──▶ LEASED  ──▶ ended (read, cancelled, expired)     pull
@@ -16,9 +17,10 @@ A READ may have begun before its lease was granted, by what this engine has told
 router. It counts if it has read the leased blocks of that very generation, which are
 pinned since before anybody was told of them, and its lease is not over.
 
-A hand-off closes when as many receivers as were announced have ended (one where
-none were announced), or its lease ends while nobody holds a claim, or it is
-withdrawn; never while a WRITE of it is posted.
+A hand-off closes when as many receivers as were announced have ended on all their
+ranks (one where none were announced), or its lease ends while nobody holds a claim,
+or it is withdrawn; never while a WRITE of it is posted. How many ranks of an engine
+speak to this one is told with each message, as ``readers``.
 """
 
 from collections.abc import Iterable
@@ -27,7 +29,6 @@ from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage as Reached
 from ..wire import (
     Accepted,
-    BlockArray,
     Cancelled,
     Finished,
     LeaseRequest,
@@ -35,7 +36,6 @@ from ..wire import (
     ReadDone,
     Refused,
     Register,
-    Want,
     WireError,
     unpack_blocks,
 )
@@ -51,16 +51,18 @@ from .actions import (
 )
 from .book import HISTORY, HandoffBook
 from .claims import (
+    Answer,
     Claim,
+    ClaimKey,
     ClaimState,
     Handoff,
-    Outcome,
     Stage,
     answer_to_written,
     grant,
     is_early,
     is_of,
     next_writes,
+    share,
     unfit,
     why_closed,
 )
@@ -87,7 +89,7 @@ class SenderTable:
         self._lease = lease
         self._block_size = block_size
         self._handoffs = HandoffBook(lease)
-        self._outcomes: History[RegistrationId, Outcome] = History(HISTORY)
+        self._outcomes: History[ClaimKey, Answer] = History(HISTORY)
         self._offered_at = float("-inf")
 
     # ---- what the scheduler side says
@@ -178,25 +180,26 @@ class SenderTable:
 
     # ---- what decode engines say
 
-    def register(self, peer: AgentName, msg: Register, now: float) -> list[Action]:
-        """D has reserved blocks to be written."""
+    def register(
+        self, peer: AgentName, msg: Register, now: float, readers: int = 1
+    ) -> list[Action]:
+        """A rank of D has reserved blocks to be written."""
+        key = peer, msg.registration_id
         try:
             blocks = tuple(unpack_blocks(group) for group in msg.blocks)
         except WireError as error:
-            if self._handoffs.is_claimed(msg.registration_id):
+            if self._handoffs.claim(key) is not None:
                 return []
-            return self._reject(peer, msg.registration_id, str(error))
-        return self._claim(
-            peer, msg.transfer_id, msg.registration_id, msg.want, blocks, now
-        )
+            return self._reject(key, str(error))
+        claim = Claim(msg.registration_id, peer, msg.want, blocks, now)
+        return self._claim(msg.transfer_id, claim, readers)
 
     def lease_request(
-        self, peer: AgentName, msg: LeaseRequest, now: float
+        self, peer: AgentName, msg: LeaseRequest, now: float, readers: int = 1
     ) -> list[Action]:
-        """D wants to read."""
-        return self._claim(
-            peer, msg.transfer_id, msg.registration_id, msg.want, None, now
-        )
+        """A rank of D wants to read."""
+        claim = Claim(msg.registration_id, peer, msg.want, None, now)
+        return self._claim(msg.transfer_id, claim, readers)
 
     def cancel(
         self,
@@ -204,30 +207,32 @@ class SenderTable:
         registration_id: RegistrationId,
         transfer_id: TransferId,
         now: float,
+        readers: int = 1,
     ) -> list[Action]:
-        """D wants its blocks back; it is told when nothing writes there any more."""
-        found = self._handoffs.claim(registration_id, peer)
+        """A rank of D wants its blocks back.
+
+        It is told when nothing of this rank writes there any more.
+        """
+        key, answer = (peer, registration_id), Cancelled(registration_id)
+        found = self._handoffs.claim(key)
         if found is None:
-            if self._handoffs.is_claimed(registration_id):
-                return []
-            if self._outcomes.get(registration_id) is not None:
-                return [Send(peer, Cancelled(registration_id))]
+            if self._outcomes.get(key) is not None:
+                return [Send(peer, answer)]
             # The cancellation has overtaken its registration, which must be
             # refused when it comes.
-            answer = Cancelled(registration_id)
-            self._outcomes.put(registration_id, Outcome(peer, answer))
-            return [Send(peer, answer), *self.not_needed(transfer_id, 1, now)]
+            self._outcomes.put(key, answer)
+            return [Send(peer, answer), *self.not_needed(transfer_id, 1, now, readers)]
         handoff, claim = found
         if claim.state is ClaimState.WRITING:
             claim.cancel_requested = True
             return []
-        actions = self._end(handoff, claim, Cancelled(registration_id))
+        actions = self._end(handoff, claim, answer)
         return actions + self._close_if_over(handoff, now)
 
     def not_needed(
-        self, transfer_id: TransferId, receivers: int, now: float
+        self, transfer_id: TransferId, receivers: int, now: float, readers: int = 1
     ) -> list[Action]:
-        """``receivers`` decode requests (0: all of them) will not ask for it."""
+        """One of the ranks of ``receivers`` requests (0: all) will not ask for it."""
         handoff = self._handoffs.find(transfer_id)
         if handoff is None:
             if self._handoffs.why_closed(transfer_id) is not None:
@@ -235,7 +240,7 @@ class SenderTable:
             if len(self._handoffs) >= MAX_HANDOFFS:
                 return []
             handoff = self._handoffs.open(transfer_id, now)
-        handoff.ended += receivers
+        handoff.ended += share(receivers, readers)
         handoff.released |= receivers == 0
         return self._close_if_over(handoff, now)
 
@@ -253,16 +258,19 @@ class SenderTable:
             if handoff is not None and handoff.stage is not Stage.AWAITED:
                 handoff.deadline = max(handoff.deadline, now + self._lease)
 
-    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+    def read_done(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int = 1
+    ) -> list[Action]:
         """D's READ has ended. It counts only if the blocks were still leased."""
+        key = peer, msg.registration_id
         actions: list[Action] = []
-        outcome = self._outcomes.get(msg.registration_id)
-        found = self._handoffs.claim(msg.registration_id, peer)
+        outcome = self._outcomes.get(key)
+        found = self._handoffs.claim(key)
         if found is None and outcome is None and msg.ok:
-            actions += self._claim_late(peer, msg, now)
-            found = self._handoffs.claim(msg.registration_id, peer)
+            actions += self._claim_late(peer, msg, now, readers)
+            found = self._handoffs.claim(key)
         if found is None:
-            read = outcome is not None and isinstance(outcome.answer, Finished)
+            read = isinstance(outcome, Finished)
             return [*actions, Send(peer, ReadConfirmed(msg.registration_id, read))]
         handoff, claim = found
         if msg.ok and is_early(handoff, claim):
@@ -275,10 +283,10 @@ class SenderTable:
             and msg.ok
         )
         if valid:
-            handoff.tokens += claim.want.num_tokens
+            handoff.provided(claim)
             handoff.moved(claim.leased_at, now)
         handoff.lapsed |= now > claim.lease_end
-        answer = (
+        answer: Answer = (
             Finished(msg.registration_id)
             if valid
             else Refused(msg.registration_id, "the READ failed or outlived its lease")
@@ -291,6 +299,7 @@ class SenderTable:
 
     def written(
         self,
+        peer: AgentName,
         registration_id: RegistrationId,
         chunk: int,
         size: TransferSize,
@@ -298,11 +307,11 @@ class SenderTable:
         now: float,
         period: tuple[float, float] | None = None,
     ) -> list[Action]:
-        """The WRITE of a chunk has ended, successfully where no failure is given.
+        """The WRITE of a chunk to a peer has ended, well where no failure is given.
 
         ``period`` is when its posting began and when it ended.
         """
-        found = self._handoffs.claim(registration_id)
+        found = self._handoffs.claim((peer, registration_id))
         if found is None:
             return []
         handoff, claim = found
@@ -322,7 +331,7 @@ class SenderTable:
         if answer is None:
             return actions
         if isinstance(answer, Finished):
-            handoff.tokens += claim.want.num_tokens
+            handoff.provided(claim)
         told = self._end(handoff, claim, answer)
         if not claim.abandoned and not isinstance(answer, Finished):
             # Else the last piece has carried the news itself, or nobody listens.
@@ -413,67 +422,61 @@ class SenderTable:
             for claim in handoff.claims.values()
         )
 
-    def _claim_late(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+    def _claim_late(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int
+    ) -> list[Action]:
         """The LeaseRequest before this was lost, or has been overtaken."""
         if self._handoffs.find(msg.transfer_id) is None:
             return []
-        return self._claim(
-            peer, msg.transfer_id, msg.registration_id, msg.want, None, now
-        )
+        claim = Claim(msg.registration_id, peer, msg.want, None, now)
+        return self._claim(msg.transfer_id, claim, readers)
 
     def _claim(
-        self,
-        peer: AgentName,
-        transfer_id: TransferId,
-        registration_id: RegistrationId,
-        want: Want,
-        blocks: tuple[BlockArray, ...] | None,
-        now: float,
+        self, transfer_id: TransferId, claim: Claim, readers: int
     ) -> list[Action]:
-        outcome = self._outcomes.get(registration_id)
-        if outcome is not None:
-            return [Send(peer, outcome.answer)] if outcome.peer == peer else []
-        if self._handoffs.is_claimed(registration_id):
-            found = self._handoffs.claim(registration_id, peer)
-            if found is None:
-                return []
+        key, now = claim.key, claim.claimed_at
+        answer = self._outcomes.get(key)
+        if answer is not None:
+            return [Send(claim.peer, answer)]
+        accepted = Send(claim.peer, Accepted(claim.registration_id))
+        found = self._handoffs.claim(key)
+        if found is not None:
             _, known = found
             if known.state is ClaimState.LEASED:
                 return [self._grant(*found, now)]
-            return [Send(peer, Accepted(registration_id))]
-        claim = Claim(registration_id, peer, want, blocks, now)
+            return [accepted]
         handoff = self._handoffs.find(transfer_id)
         if handoff is None:
             reason = self._handoffs.why_closed(transfer_id)
             if reason is not None:
-                return self._reject(peer, registration_id, reason)
+                return self._reject(key, reason)
             if len(self._handoffs) >= MAX_HANDOFFS:
-                return self._reject(peer, registration_id, "too many hand-offs")
+                return self._reject(key, "too many hand-offs")
             handoff = self._handoffs.open(transfer_id, now)
         if handoff.withdrawn is not None:
-            return self._reject(peer, registration_id, handoff.withdrawn)
+            return self._reject(key, handoff.withdrawn)
         if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
-            return self._reject(peer, registration_id, "too many receivers")
+            return self._reject(key, "too many receivers")
         if self._handoffs.claimed_blocks + claim.num_blocks > MAX_CLAIMED_BLOCKS:
-            return self._reject(peer, registration_id, "too many blocks are claimed")
+            return self._reject(key, "too many blocks are claimed")
+        claim.share = share(1, readers)
         self._handoffs.add_claim(handoff, claim)
         actions: list[Action] = []
         if handoff.stage is not Stage.OFFERED:
-            actions.append(Send(peer, Accepted(registration_id)))
+            actions.append(accepted)
         if handoff.offer is not None:
             actions += self._serve(handoff, claim, now)
         return actions + self._close_if_over(handoff, now)
 
-    def _reject(
-        self, peer: AgentName, registration_id: RegistrationId, reason: str
-    ) -> list[Action]:
+    def _reject(self, key: ClaimKey, reason: str) -> list[Action]:
         """Refuse what was never claimed.
 
         The receiver gives its blocks away on this answer, so that a repetition
         must get it too, even if its ``transfer_id`` is in use again by then.
         """
+        peer, registration_id = key
         answer = Refused(registration_id, reason)
-        self._outcomes.put(registration_id, Outcome(peer, answer))
+        self._outcomes.put(key, answer)
         return [Send(peer, answer)]
 
     def _serve(self, handoff: Handoff, claim: Claim, now: float) -> list[Action]:
@@ -502,16 +505,11 @@ class SenderTable:
     def _refuse(self, handoff: Handoff, claim: Claim, reason: str) -> list[Action]:
         return self._end(handoff, claim, Refused(claim.registration_id, reason))
 
-    def _end(
-        self,
-        handoff: Handoff,
-        claim: Claim,
-        answer: Finished | Refused | Cancelled,
-    ) -> list[Action]:
-        """End a claim; returns the answer to its receiver."""
+    def _end(self, handoff: Handoff, claim: Claim, answer: Answer) -> list[Action]:
+        """End a claim; returns the answer to its receiver's rank."""
         self._handoffs.drop_claim(handoff, claim)
-        self._outcomes.put(claim.registration_id, Outcome(claim.peer, answer))
-        handoff.ended += 1
+        self._outcomes.put(claim.key, answer)
+        handoff.ended += claim.share
         return [Send(claim.peer, answer)]
 
     def _close_if_over(self, handoff: Handoff, now: float) -> list[Action]:
