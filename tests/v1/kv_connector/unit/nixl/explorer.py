@@ -186,14 +186,20 @@ def _moves(simulation: Simulation) -> Iterator[Step]:
         yield label, None, _do(method, *arguments)
     for index, label in _distinct(simulation):
         yield f"deliver {label}", None, _do("deliver", index)
+    for registration_id, attempt in simulation.attempts.items():
+        for rank in attempt.to_cancel:
+            give_up = _do("give_up", registration_id, rank)
+            yield f"{rank} hears that {registration_id} has failed", None, give_up
     for index, write in enumerate(simulation.writes):
-        label = f"{write.action.registration_id} of {write.prefill}"
+        label = f"{write.action.registration_id} of {write.prefill} to"
+        label = f"{label} {write.action.peer}"
         if write.unposted:
             yield f"post {label}", None, _do("post", index)
         for which, piece in enumerate(write.posted):
             yield f"land {piece} {label}", None, _do("land", index, which)
     for index, read in enumerate(simulation.reads):
-        label = f"read {read.action.registration_id} from {read.action.peer}"
+        label = f"{read.decode} read {read.action.registration_id} from"
+        label = f"{label} {read.action.peer}"
         yield label, None, _do("end_read", index)
     yield "tick", "ticks", _tick
 
@@ -208,7 +214,8 @@ def _trouble(simulation: Simulation) -> Iterator[Step]:
         yield f"lose {label}", "losses", _do("lose", index)
         yield f"repeat {label}", "repeats", _do("repeat", index)
     for registration_id, attempt in simulation.attempts.items():
-        if not attempt.cancelled and attempt.decode not in simulation.dead:
+        alive = not simulation.dead.intersection(attempt.ranks)
+        if not attempt.cancelled and alive:
             yield f"cancel {registration_id}", "cancels", _do("cancel", registration_id)
     for transfer_id, prefill in simulation.prefills.items():
         yield f"withdraw {transfer_id}", "withdrawals", _do("withdraw", transfer_id)
@@ -249,7 +256,17 @@ def _distinct(simulation: Simulation) -> Iterator[tuple[int, str]]:
             yield index, f"{name} to {envelope.target}"
 
 
-_IGNORED = {"started_at", "offered_at", "kept_at", "size", "tokens", "trace", "now"}
+_IGNORED = {
+    "started_at",
+    "offered_at",
+    "kept_at",
+    "size",
+    "tokens",
+    "trace",
+    "now",
+    "layout",
+    "announced",
+}
 """What has no influence on what may happen."""
 
 

@@ -25,9 +25,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Done,
     LeaseGranted,
+    LeaseRequest,
     ReadConfirmed,
     ReadDone,
     Refused,
+    Register,
     blocks_digest,
 )
 
@@ -54,6 +56,33 @@ class RetractsUnderWrites(SenderTable):
         return super().retract(transfer_id, generation) or [
             Report(Retracted(transfer_id, generation))
         ]
+
+
+class ServesTheFirstRankOnly(SenderTable):
+    """Takes each rank of a receiver for the whole of it."""
+
+    def register(
+        self, peer: AgentName, msg: Register, now: float, readers: int = 1
+    ) -> list[Action]:
+        return super().register(peer, msg, now)
+
+    def lease_request(
+        self, peer: AgentName, msg: LeaseRequest, now: float, readers: int = 1
+    ) -> list[Action]:
+        return super().lease_request(peer, msg, now)
+
+
+class ServesTheLastRankOnly(SenderTable):
+    """Takes all ranks of a receiver for one, of which it hears again."""
+
+    def register(
+        self, peer: AgentName, msg: Register, now: float, readers: int = 1
+    ) -> list[Action]:
+        for handoff in self._handoffs.values():
+            for claim in list(handoff.claims.values()):
+                if claim.registration_id == msg.registration_id and claim.peer != peer:
+                    self._handoffs.drop_claim(handoff, claim)
+        return super().register(peer, msg, now)
 
 
 class ConfirmsAnyRead(SenderTable):

@@ -5,7 +5,7 @@ It knows what each block of memory holds and which transfers are under way, so t
 a table which gives memory back too early is caught by what is then in it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -28,6 +28,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     Mode,
     RegistrationId,
     TransferId,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import (
+    RankShape,
+    idle,
+    readers,
+    sources,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     LeaseGranted,
@@ -75,19 +81,48 @@ class Read:
 
 
 @dataclass
+class Part:
+    """What is true of one rank's part of a registration."""
+
+    connecting: bool = True
+    received: bool = False
+    failed: bool = False
+    over: bool = False
+    landed: set[tuple[AgentName, int, int]] = field(default_factory=set)
+    pieces: set[tuple[AgentName, int, int]] = field(default_factory=set)
+    confirmed: set[AgentName] = field(default_factory=set)
+
+
+@dataclass
 class Attempt:
-    """What is true of one registration."""
+    """What is true of one registration, of an engine and of each of its ranks.
+
+    ``to_cancel`` are ranks that the engine's scheduler is about to tell of its end.
+    """
 
     decode: AgentName
     transfer_id: TransferId
     request: ReceiveRequest
-    connecting: bool = True
-    failed: bool = False
-    over: bool = False
+    ranks: dict[AgentName, Part]
     cancelled: bool = False
-    landed: set[tuple[AgentName, int, int]] = field(default_factory=set)
-    pieces: set[tuple[AgentName, int, int]] = field(default_factory=set)
-    confirmed: set[AgentName] = field(default_factory=set)
+    failed: bool = False
+    given_back: bool = False
+    to_cancel: list[AgentName] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank has anything to do with it any more."""
+        return all(part.over for part in self.ranks.values())
+
+    @property
+    def connecting(self) -> bool:
+        """Whether a rank has not connected yet."""
+        return any(part.connecting for part in self.ranks.values())
+
+    @property
+    def received(self) -> bool:
+        """Whether it has come, for all ranks."""
+        return all(part.received for part in self.ranks.values())
 
 
 @dataclass
@@ -113,30 +148,70 @@ class Retracting:
     quiet: set[AgentName] = field(default_factory=set)
 
 
+class Ranks:
+    """The ranks of a prefill engine and of decode engines, and who asks whom.
+
+    Args:
+        prefill: how many ranks the prefill engine has.
+        decode: how many each decode engine has.
+        heads: KV heads of the model.
+    """
+
+    def __init__(self, prefill: int, decode: Sequence[int], heads: int) -> None:
+        self.prefill = tuple(AgentName(f"P{rank}") for rank in range(prefill))
+        self.decode: dict[AgentName, tuple[AgentName, ...]] = {}
+        self.sources: dict[AgentName, tuple[AgentName, ...]] = {}
+        self.readers: dict[tuple[AgentName, AgentName], int] = {}
+        # Told by each rank to ranks of which its engine needs nothing.
+        self.idle: dict[AgentName, tuple[AgentName, ...]] = {}
+        for index, size in enumerate(decode):
+            engine = AgentName(f"D{index}")
+            names = tuple(
+                engine if size == 1 else AgentName(f"{engine}.{rank}")
+                for rank in range(size)
+            )
+            self.decode[engine] = names
+            for rank, name in enumerate(names):
+                found = sources(RankShape(rank, size), prefill, {heads})
+                self.sources[name] = tuple(self.prefill[source] for source in found)
+                unasked = () if rank else idle(size, prefill, {heads})
+                self.idle[name] = tuple(self.prefill[source] for source in unasked)
+            for rank, source in enumerate(self.prefill):
+                count = len(readers(RankShape(rank, prefill), size, {heads}))
+                self.readers.update({(source, name): count for name in names})
+
+    def engine_of(self, rank: AgentName) -> AgentName:
+        """The decode engine that a decode rank belongs to."""
+        return next(name for name, ranks in self.decode.items() if rank in ranks)
+
+
 class GroundTruth:
     """The memory of all ranks, and what is under way."""
 
     def __init__(
         self,
         mode: Mode,
-        sources: tuple[AgentName, ...],
-        sinks: tuple[AgentName, ...],
+        layout: Ranks,
         parts: int = 1,
     ) -> None:
         self.mode = mode
         self.parts = parts
         self.now = 0.0
-        self.sources = sources
+        self.layout = layout
+        self.sources = layout.prefill
         self.writes: list[Write] = []
         self.reads: list[Read] = []
         self.attempts: dict[RegistrationId, Attempt] = {}
         self.prefills: dict[TransferId, Prefill] = {}
         self.retracting: dict[tuple[TransferId, int], Retracting] = {}
-        self.leases: dict[tuple[AgentName, RegistrationId], tuple[int, float]] = {}
+        # By lender and reader.
+        self.leases: dict[
+            tuple[AgentName, AgentName, RegistrationId], tuple[int, float]
+        ] = {}
         self.prefill_free = list(range(POOL))
-        self.decode_free = {name: list(range(POOL)) for name in sinks}
+        self.decode_free = {name: list(range(POOL)) for name in layout.decode}
         self.prefill_memory: dict[tuple[AgentName, int], Content] = {}
-        # By engine, block, and the rank and the group of layers that it came from.
+        # By rank, block, and the rank and the group of layers that it came from.
         self.decode_memory: dict[tuple[AgentName, int, AgentName, int], Content] = {}
 
     def note_answer(self, owner: AgentName, action: Send) -> None:
@@ -144,27 +219,28 @@ class GroundTruth:
         message = action.message
         match message:
             case LeaseGranted():
-                self.leases[owner, message.registration_id] = (
+                self.leases[owner, action.peer, message.registration_id] = (
                     message.generation,
                     self.now + message.seconds,
                 )
             case ReadConfirmed():
-                self.leases.pop((owner, message.registration_id), None)
+                self.leases.pop((owner, action.peer, message.registration_id), None)
                 if message.ok:
-                    self.attempts[message.registration_id].confirmed.add(owner)
+                    attempt = self.attempts[message.registration_id]
+                    attempt.ranks[action.peer].confirmed.add(owner)
             case _:
                 pass
 
     def drop_leases(self, owner: AgentName, peer: AgentName) -> None:
         """A prefill rank expects no more of a peer."""
         for key in list(self.leases):
-            if key[0] == owner and self.attempts[key[1]].decode == peer:
+            if key[:2] == (owner, peer):
                 del self.leases[key]
 
     def copy_piece(self, write: Write, piece: int) -> None:
         """A piece lands."""
         action = write.action
-        attempt = self.attempts[action.registration_id]
+        part = self.attempts[action.registration_id].ranks[action.peer]
         local = action.local_blocks[0].tolist()
         remote = action.remote_blocks[0].tolist()
         for mine, theirs in list(zip(local, remote, strict=True))[piece :: write.total]:
@@ -176,7 +252,7 @@ class GroundTruth:
                 self.prefill_memory.get((write.prefill, mine)),
                 [action.part],
             )
-        attempt.landed.add((write.prefill, action.chunk, piece))
+        part.landed.add((write.prefill, action.chunk, piece))
 
     def store(
         self,
@@ -187,8 +263,8 @@ class GroundTruth:
         content: Content,
         parts: Iterable[int],
     ) -> None:
-        """Groups of layers of a decode engine's block are written."""
-        if self.attempts[registration_id].over:
+        """Groups of layers of a decode rank's block are written."""
+        if self.attempts[registration_id].ranks[decode].over:
             raise Violation(f"memory of {registration_id} is written after its end")
         for part in parts:
             self.decode_memory[decode, block, prefill, part] = content
@@ -206,53 +282,74 @@ class GroundTruth:
             self._retracted(owner, event)
             return
         attempt = self.attempts[event.registration_id]
-        if attempt.over:
+        part = attempt.ranks[owner]
+        if part.over:
             raise Violation(f"{event} of a registration that has ended")
         match event:
             case Received():
-                if attempt.failed:
+                if part.failed:
                     raise Violation(f"{event.registration_id} is received and failed")
-                self._check_received(attempt)
-                self._give_back(attempt)
+                part.received = True
+                self._check_received(attempt, owner)
+                self._end(attempt, owner)
             case ReceiveFailed():
-                if attempt.failed:
+                if part.failed:
                     raise Violation(f"{event.registration_id} fails twice")
+                part.failed = True
+                if not attempt.failed and not attempt.cancelled:
+                    # The scheduler gives up for all ranks.
+                    attempt.to_cancel = list(attempt.ranks)
                 attempt.failed = True
                 if event.quiet:
-                    self._give_back(attempt)
+                    self._end(attempt, owner)
             case ReceiveQuiet():
-                if not attempt.failed:
+                if not part.failed:
                     raise Violation(f"{event.registration_id} is quiet without failure")
-                self._give_back(attempt)
+                self._end(attempt, owner)
 
-    def _check_received(self, attempt: Attempt) -> None:
+    def _check_received(self, attempt: Attempt, rank: AgentName) -> None:
         first = attempt.request.want.first_token // BLOCK
-        for source, part in product(self.sources, range(self.parts)):
+        part_of_rank = attempt.ranks[rank]
+        for source, part in product(self.layout.sources[rank], range(self.parts)):
             for offset, block in enumerate(attempt.request.blocks[0].tolist()):
-                found = self.decode_memory.get((attempt.decode, block, source, part))
+                found = self.decode_memory.get((rank, block, source, part))
                 if found != (attempt.transfer_id, first + offset):
                     raise Violation(
                         f"{attempt.request.registration_id} is received with {found} "
                         f"at position {first + offset} of {source}"
                     )
-            if self.mode is Mode.PULL and source not in attempt.confirmed:
+            if self.mode is Mode.PULL and source not in part_of_rank.confirmed:
                 raise Violation(f"a READ from {source} counts without confirmation")
-        if self.mode is Mode.PUSH and attempt.landed != attempt.pieces:
-            raise Violation(f"only {attempt.landed} of {attempt.pieces} have landed")
+        if self.mode is Mode.PUSH and part_of_rank.landed != part_of_rank.pieces:
+            raise Violation(
+                f"only {part_of_rank.landed} of {part_of_rank.pieces} have landed"
+            )
 
-    def _give_back(self, attempt: Attempt) -> None:
-        attempt.over = True
+    def _end(self, attempt: Attempt, rank: AgentName) -> None:
+        """A rank says that nothing writes there; the last gives the blocks back."""
+        attempt.ranks[rank].over = True
         registration_id = attempt.request.registration_id
         for write in self.writes:
-            if write.action.registration_id == registration_id and (
+            action = write.action
+            if (action.registration_id, action.peer) == (registration_id, rank) and (
                 write.posted or write.unposted
             ):
                 raise Violation(f"{registration_id} ends under a WRITE")
-        if any(r.action.registration_id == registration_id for r in self.reads):
+        if any(
+            (read.action.registration_id, read.decode) == (registration_id, rank)
+            for read in self.reads
+        ):
             raise Violation(f"{registration_id} ends under a READ")
+        if not attempt.over:
+            return
+        if attempt.received:
+            for each in attempt.ranks:
+                self._check_received(attempt, each)
+        attempt.given_back = True
         for block in attempt.request.blocks[0].tolist():
-            for source, part in product(self.sources, range(self.parts)):
-                self.decode_memory[attempt.decode, block, source, part] = None
+            for each in attempt.ranks:
+                for source, part in product(self.sources, range(self.parts)):
+                    self.decode_memory[each, block, source, part] = None
             # At the front, so that it is used again at once.
             self.decode_free[attempt.decode].insert(0, block)
 
@@ -263,7 +360,7 @@ class GroundTruth:
         if owner in prefill.closed:
             raise Violation(f"{event.transfer_id} closes twice on {owner}")
         self._check_unread(owner, event)
-        for (name, registration_id), (generation, end) in self.leases.items():
+        for (name, _, registration_id), (generation, end) in self.leases.items():
             if name == owner and generation == event.generation and self.now <= end:
                 raise Violation(f"{event} while {registration_id} holds a lease")
         prefill.closed.add(owner)

@@ -5,7 +5,7 @@ What is called a prefill rank in a simulated hand-off keeps KV here: it is the s
 that lends. Names are told by a lookup only, as they are random in truth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Lender(SenderTable):
         self.kept = self.kind(lease, block_size)
 
     def lease_request(
-        self, peer: AgentName, msg: LeaseRequest, now: float
+        self, peer: AgentName, msg: LeaseRequest, now: float, readers: int = 1
     ) -> list[Action]:
         return self.kept.lease_request(peer, msg, now)
 
@@ -61,6 +61,7 @@ class Lender(SenderTable):
         registration_id: RegistrationId,
         transfer_id: TransferId,
         now: float,
+        readers: int = 1,
     ) -> list[Action]:
         return self.kept.cancel(peer, registration_id, now)
 
@@ -78,9 +79,15 @@ class KeptSimulation(Simulation):
     """An engine of some ranks that keeps KV, and engines that read it."""
 
     def __init__(
-        self, ranks: int = 1, readers: int = 1, lender: type[Lender] = Lender
+        self,
+        ranks: int = 1,
+        readers: int = 1,
+        lender: type[Lender] = Lender,
+        reader_ranks: Sequence[int] = (),
     ) -> None:
-        super().__init__(Mode.PULL, ranks, readers, sender=lender)
+        super().__init__(
+            Mode.PULL, ranks, readers, sender=lender, decode_ranks=reader_ranks
+        )
         # What the engine's steps carry to each rank: KV to keep, or names to retire.
         self.orders: dict[AgentName, list[Offer | TransferId]] = {
             name: [] for name in self.senders
@@ -88,8 +95,9 @@ class KeptSimulation(Simulation):
         self.known: set[TransferId] = set()
         self.gone: set[TransferId] = set()
         self.freed: set[int] = set()
-        self.counted: set[tuple[AgentName, RegistrationId]] = set()
-        self.granted: dict[tuple[AgentName, RegistrationId], int] = {}
+        # By lender and reader.
+        self.counted: set[tuple[AgentName, AgentName, RegistrationId]] = set()
+        self.granted: dict[tuple[AgentName, AgentName, RegistrationId], int] = {}
 
     # ---- the keeping engine's scheduler
 
@@ -154,6 +162,15 @@ class KeptSimulation(Simulation):
 
     # ---- the readers' schedulers
 
+    def tell_not_needed(
+        self,
+        rank: AgentName,
+        names: Iterable[AgentName],
+        transfer_id: TransferId,
+        receivers: int,
+    ) -> None:
+        """Nobody waits for readers of what is kept."""
+
     def startable(self, transfer_id: TransferId) -> bool:
         """Only a lookup tells the name."""
         return transfer_id in self.known
@@ -177,11 +194,12 @@ class KeptSimulation(Simulation):
         message = action.message
         match message:
             case LeaseGranted():
-                self.granted[owner, message.registration_id] = message.generation
+                place = owner, action.peer, message.registration_id
+                self.granted[place] = message.generation
                 if message.generation in self.freed:
                     raise Violation(f"{message.registration_id} is granted freed KV")
             case ReadConfirmed(ok=True):
-                place = owner, message.registration_id
+                place = owner, action.peer, message.registration_id
                 if place in self.counted:
                     # Said again; the READ had ended before.
                     return

@@ -4,7 +4,7 @@
 Nothing happens by itself: each method is one thing that may happen next.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,7 +20,9 @@ from v1.kv_connector.unit.nixl.ground_truth import (
     TIMEOUT,
     Attempt,
     GroundTruth,
+    Part,
     Prefill,
+    Ranks,
     Read,
     Retracting,
     Violation,
@@ -79,7 +81,17 @@ class Envelope:
 
 
 class Simulation(GroundTruth):
-    """One prefill engine of some ranks, and decode engines of one rank each."""
+    """A prefill engine and decode engines, of one or more ranks each.
+
+    Args:
+        prefill_ranks: ranks of the prefill engine.
+        decodes: decode engines.
+        decode_ranks: ranks of each of them.
+        heads: KV heads of the model, which decide who asks whom.
+
+    Attributes:
+        disturbed: whether anything has happened for which KV may fail to come.
+    """
 
     def __init__(
         self,
@@ -90,16 +102,17 @@ class Simulation(GroundTruth):
         parts: int = 1,
         sender: type[SenderTable] = SenderTable,
         receiver: type[ReceiverTable] = ReceiverTable,
+        decode_ranks: Sequence[int] = (),
+        heads: int = 2,
     ) -> None:
+        layout = Ranks(prefill_ranks, decode_ranks or (1,) * decodes, heads)
+        super().__init__(mode, layout, parts)
         self.pieces = pieces
         self._sender = sender
-        self.senders = {
-            AgentName(f"P{rank}"): sender(LEASE, BLOCK) for rank in range(prefill_ranks)
-        }
-        self.receivers = {
-            AgentName(f"D{index}"): receiver(REPEAT) for index in range(decodes)
-        }
-        super().__init__(mode, tuple(self.senders), tuple(self.receivers), parts)
+        self.senders = {name: sender(LEASE, BLOCK) for name in layout.prefill}
+        self.receivers = {name: receiver(REPEAT) for name in layout.sources}
+        self.announced: dict[TransferId, list[int | None]] = {}
+        self.disturbed = False
         self.generation = 0
         self.network: list[Envelope] = []
         self.dead: set[AgentName] = set()
@@ -117,6 +130,7 @@ class Simulation(GroundTruth):
     ) -> None:
         """A prefill request arrives."""
         self.prefills[transfer_id] = Prefill()
+        self.announced.setdefault(transfer_id, []).append(receivers)
         for _, sender in self._alive(self.senders):
             sender.expect(transfer_id, receivers, aliases, self.now)
 
@@ -170,6 +184,7 @@ class Simulation(GroundTruth):
         """The prefill request is aborted."""
         prefill = self.prefills[transfer_id]
         prefill.withdrawn = True
+        self.disturbed = True
         if not prefill.blocks:
             del self.prefills[transfer_id]
         for name, sender in self._alive(self.senders):
@@ -213,7 +228,8 @@ class Simulation(GroundTruth):
         """
         count = POSITIONS - first_block
         free = self.decode_free[decode]
-        if decode in self.dead or len(free) < count:
+        ranks = self.layout.decode[decode]
+        if self.dead.intersection(ranks) or len(free) < count:
             return False
         blocks = free[:count]
         del free[:count]
@@ -227,61 +243,85 @@ class Simulation(GroundTruth):
             self.mode,
             hint and replace(hint, blocks=(hint.blocks[0][first_block:],)),
         )
-        self.attempts[registration_id] = Attempt(decode, transfer_id, request)
-        self.receivers[decode].receive(request, self.now)
+        parts = {name: Part() for name in ranks}
+        self.attempts[registration_id] = Attempt(decode, transfer_id, request, parts)
+        for name in ranks:
+            self.receivers[name].receive(request, self.now)
         return True
 
     def connect(self, registration_id: RegistrationId) -> None:
-        """The attempt's engine connects to the prefill engine, if that lives."""
-        if self.dead & set(self.senders):
-            self.unreachable(registration_id)
-            return
+        """The ranks of the attempt's engine connect to the prefill engine."""
+        for rank, part in self.attempts[registration_id].ranks.items():
+            if part.connecting:
+                self.connect_rank(registration_id, rank)
+
+    def connect_rank(self, registration_id: RegistrationId, rank: AgentName) -> None:
+        """A rank of the attempt's engine connects, if the prefill engine lives."""
         attempt = self.attempts[registration_id]
-        attempt.connecting = False
-        decode = attempt.decode
-        for name in self.senders:
-            self.lost.discard((decode, name))
+        part = attempt.ranks[rank]
+        if self.dead & set(self.senders) and not part.over:
+            self.unreachable(registration_id, rank)
+            return
+        part.connecting = False
+        known = (*self.layout.sources[rank], *self.layout.idle[rank])
+        for name in known:
+            self.lost.discard((rank, name))
+        untold = known if part.over else self.layout.idle[rank]
         self._perform(
-            decode,
-            self.receivers[decode].connected(
-                registration_id, tuple(self.senders), self.now
+            rank,
+            self.receivers[rank].connected(
+                registration_id, self.layout.sources[rank], self.now
             ),
         )
+        self.tell_not_needed(rank, untold, attempt.request.transfer_id, 1)
 
-    def unreachable(self, registration_id: RegistrationId) -> None:
-        """It cannot be connected."""
-        attempt = self.attempts[registration_id]
-        attempt.connecting = False
-        decode = attempt.decode
+    def unreachable(self, registration_id: RegistrationId, rank: AgentName) -> None:
+        """A rank cannot connect."""
+        self.disturbed = True
+        self.attempts[registration_id].ranks[rank].connecting = False
         self._perform(
-            decode,
-            self.receivers[decode].unreachable(registration_id, "no route", self.now),
+            rank,
+            self.receivers[rank].unreachable(registration_id, "no route", self.now),
         )
 
     def cancel(self, registration_id: RegistrationId) -> None:
-        """The decode request is aborted."""
+        """The decode request is aborted; its ranks hear of it at once."""
         attempt = self.attempts[registration_id]
         attempt.cancelled = True
-        actions = self.receivers[attempt.decode].cancel(
-            registration_id, "aborted", self.now
-        )
-        if attempt.over:
-            if actions != [Report(ReceiveQuiet(registration_id))]:
-                raise Violation(f"a late cancel brings {actions}")
-            return
-        self._perform(attempt.decode, actions)
+        self.disturbed = True
+        for rank in attempt.ranks:
+            self._cancel(registration_id, rank)
+
+    def give_up(self, registration_id: RegistrationId, rank: AgentName) -> None:
+        """A rank hears that another has failed."""
+        self.attempts[registration_id].to_cancel.remove(rank)
+        self._cancel(registration_id, rank)
 
     def not_needed(
         self, decode: AgentName, transfer_id: TransferId, receivers: int
     ) -> None:
         """A decode engine has everything already."""
-        for name in self.senders:
-            self._send(decode, name, NotNeeded(transfer_id, receivers))
+        self.disturbed = True
+        for rank in self.layout.decode[decode]:
+            names = (*self.layout.sources[rank], *self.layout.idle[rank])
+            self.tell_not_needed(rank, names, transfer_id, receivers)
+
+    def tell_not_needed(
+        self,
+        rank: AgentName,
+        names: Iterable[AgentName],
+        transfer_id: TransferId,
+        receivers: int,
+    ) -> None:
+        """A decode rank says that it does not ask."""
+        for name in names:
+            self._send(rank, name, NotNeeded(transfer_id, receivers))
 
     def renew(self, decode: AgentName, transfer_id: TransferId) -> None:
         """A decode request still waits for its turn."""
-        for name in self.senders:
-            self._send(decode, name, Renew((transfer_id,)))
+        for rank in self.layout.decode[decode]:
+            for name in (*self.layout.sources[rank], *self.layout.idle[rank]):
+                self._send(rank, name, Renew((transfer_id,)))
 
     def hint(self, transfer_id: TransferId, kind: str) -> Hint | None:
         """What a client says of it: the truth as it once was, a lie, or a guess.
@@ -312,10 +352,11 @@ class Simulation(GroundTruth):
         self.lost.discard((target, source))
         if target in self.senders:
             if isinstance(message, Cancel | ReadDone):
-                self.leases.pop((target, message.registration_id), None)
+                self.leases.pop((target, source, message.registration_id), None)
             sender = self.senders[target]
             assert isinstance(message, ToSender)
-            self._perform(target, to_sender(sender, source, message, self.now, 1))
+            readers = self.layout.readers[target, source]
+            self._perform(target, to_sender(sender, source, message, self.now, readers))
         else:
             receiver = self.receivers[target]
             assert isinstance(message, ToReceiver)
@@ -324,9 +365,11 @@ class Simulation(GroundTruth):
     def repeat(self, index: int) -> None:
         """A message will arrive twice."""
         self.network.append(self.network[index])
+        self.disturbed |= isinstance(self.network[index].message, NotNeeded)
 
     def lose(self, index: int) -> None:
         """A message never arrives."""
+        self.disturbed = True
         del self.network[index]
 
     # ---- the transport
@@ -364,6 +407,7 @@ class Simulation(GroundTruth):
 
     def break_write(self, index: int) -> None:
         """A WRITE fails: what is posted ends by itself, the rest is not posted."""
+        self.disturbed = True
         write = self.writes[index]
         write.unposted.clear()
         write.failure = "broken"
@@ -371,6 +415,7 @@ class Simulation(GroundTruth):
 
     def end_read(self, index: int, ok: bool = True) -> None:
         """A READ ends; it may have copied as late as now."""
+        self.disturbed |= not ok
         read = self.reads.pop(index)
         action = read.action
         failure = None if ok and action.peer not in self.dead else "broken"
@@ -397,6 +442,7 @@ class Simulation(GroundTruth):
 
     def give_up_on(self, owner: AgentName, peer: AgentName) -> None:
         """``owner`` has not heard of ``peer`` for too long; it may well be alive."""
+        self.disturbed = True
         self.lost.add((owner, peer))
         if owner in self.receivers:
             self._perform(
@@ -413,13 +459,20 @@ class Simulation(GroundTruth):
 
     def die(self, name: AgentName) -> None:
         """An engine ends. Messages that it has sent may still arrive."""
-        ends = set(self.senders) if name in self.senders else {name}
+        self.disturbed = True
+        ends = set(
+            self.senders
+            if name in self.senders
+            else self.layout.decode[self.layout.engine_of(name)]
+        )
         self.dead |= ends
         self.writes = [write for write in self.writes if write.prefill not in ends]
         self.reads = [read for read in self.reads if read.decode not in ends]
         for attempt in self.attempts.values():
-            if attempt.decode in ends:
-                attempt.over = True
+            for rank in ends.intersection(attempt.ranks):
+                attempt.ranks[rank].over = True
+                attempt.ranks[rank].connecting = False
+                attempt.to_cancel = []
 
     def prove(self, owner: AgentName, peer: AgentName) -> None:
         """``owner`` learns that ``peer``, which is dead, exists no more."""
@@ -435,7 +488,8 @@ class Simulation(GroundTruth):
     # ---- time
 
     def advance(self, seconds: float) -> None:
-        """Time passes."""
+        """Time passes, and may be what something waited for in vain."""
+        self.disturbed = True
         self.now += seconds
 
     def tick(self) -> None:
@@ -449,6 +503,8 @@ class Simulation(GroundTruth):
 
     def settle(self, proofs: bool = True) -> None:
         """The network is reliable from now on, and time goes on."""
+        if not self.disturbed:
+            self.serve_all()
         end = self.now + 2 * (TIMEOUT + LEASE)
         self.lost.clear()
         while self.now < end:
@@ -456,7 +512,7 @@ class Simulation(GroundTruth):
                 if prefill.computing:
                     self.withdraw(transfer_id)
             for registration_id, attempt in list(self.attempts.items()):
-                if attempt.connecting and not attempt.over:
+                if attempt.connecting:
                     self.connect(registration_id)
             if proofs:
                 for dead in self.dead:
@@ -466,6 +522,37 @@ class Simulation(GroundTruth):
             self._run_dry()
             self.advance(REPEAT)
             self.tick()
+
+    def serve_all(self) -> None:
+        """Go on to where all that was asked for has come; nothing hinders it.
+
+        Raises:
+            Violation: it does not come, or is not let go of.
+        """
+        for transfer_id, prefill in list(self.prefills.items()):
+            if prefill.computing:
+                self.offer(transfer_id)
+        for registration_id, attempt in list(self.attempts.items()):
+            if attempt.connecting:
+                self.connect(registration_id)
+        self._run_dry()
+        for transfer_id, announced in self.announced.items():
+            prefill_is_open = transfer_id in self.prefills
+            attempts = [
+                attempt
+                for attempt in self.attempts.values()
+                if attempt.transfer_id == transfer_id
+            ]
+            wanted = announced[0] or 1
+            if len(announced) > 1 or len(attempts) > wanted:
+                continue
+            if prefill_is_open and self.prefills[transfer_id].computing:
+                continue
+            late = [a.request.registration_id for a in attempts if not a.received]
+            if late:
+                raise Violation(f"{late} do not come, though nothing hinders it")
+            if prefill_is_open and len(attempts) == wanted:
+                raise Violation(f"{transfer_id} is served, and is not let go of")
 
     def check_over(self) -> None:
         """Nothing is left of anything.
@@ -489,7 +576,8 @@ class Simulation(GroundTruth):
         if not self.dead and len(self.prefill_free) != POOL:
             raise Violation(f"{POOL - len(self.prefill_free)} prefill blocks are lost")
         for name, free in self.decode_free.items():
-            if name not in self.dead and len(free) != POOL:
+            alive = not self.dead.intersection(self.layout.decode[name])
+            if alive and len(free) != POOL:
                 raise Violation(f"{POOL - len(free)} blocks of {name} are lost")
 
     # ---- internals
@@ -497,8 +585,20 @@ class Simulation(GroundTruth):
     def _alive(self, tables: dict[AgentName, _Table]) -> list[tuple[AgentName, _Table]]:
         return [(name, t) for name, t in tables.items() if name not in self.dead]
 
+    def _cancel(self, registration_id: RegistrationId, rank: AgentName) -> None:
+        part = self.attempts[registration_id].ranks[rank]
+        actions = self.receivers[rank].cancel(registration_id, "aborted", self.now)
+        if part.over:
+            if actions != [Report(ReceiveQuiet(registration_id))]:
+                raise Violation(f"a late cancel brings {actions}")
+            return
+        self._perform(rank, actions)
+
     def _run_dry(self) -> None:
         for _ in range(1000 + 10 * len(self.network)):
+            for registration_id, attempt in self.attempts.items():
+                for rank in attempt.to_cancel[:]:
+                    self.give_up(registration_id, rank)
             if self.network:
                 self.deliver(0)
             elif self.writes:
@@ -530,10 +630,11 @@ class Simulation(GroundTruth):
 
     def _start_write(self, owner: AgentName, action: StartWrite) -> None:
         attempt = self.attempts[action.registration_id]
-        if action.peer not in self.dead and attempt.over:
+        part = attempt.ranks[action.peer]
+        if action.peer not in self.dead and part.over:
             raise Violation(f"a WRITE starts for {action.registration_id}, which ended")
         total = min(self.pieces, len(action.remote_blocks[0]))
-        attempt.pieces |= {(owner, action.chunk, piece) for piece in range(total)}
+        part.pieces |= {(owner, action.chunk, piece) for piece in range(total)}
         generation = self.prefills[attempt.transfer_id].generation
         write = Write(owner, action, generation, list(range(total)), total)
         self.writes.append(write)

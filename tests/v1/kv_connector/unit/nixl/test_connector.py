@@ -27,6 +27,7 @@ from v1.kv_connector.unit.nixl.engine_side import (
 from v1.kv_connector.unit.nixl.test_compat import HERE
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     supports_hma,
@@ -43,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     NixlWorkerMetadata,
     RankReport,
     Receive,
+    TellNotNeeded,
     Watch,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConfigError
@@ -57,12 +59,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import STEP_BLOCKS
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
+    SideChannelFailure,
+    query,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+    PROTOCOL_VERSION,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
+    GetRanks,
+    Ranks,
     Report,
     encode,
 )
@@ -74,7 +82,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -99,7 +107,10 @@ def _cache(groups: int = 1) -> KVCacheConfig:
 
 
 def _make(
-    kind: type[NixlBaseConnector] = NixlPushConnector, groups: int = 1, **extra: Any
+    kind: type[NixlBaseConnector] = NixlPushConnector,
+    groups: int = 1,
+    ranks: tuple[int, int] = (1, 1),
+    **extra: Any,
 ) -> NixlBaseConnector:
     config = VllmConfig(
         kv_transfer_config=KVTransferConfig(
@@ -110,6 +121,8 @@ def _make(
         )
     )
     config.cache_config.block_size = BLOCK
+    parallel = config.parallel_config
+    parallel.pipeline_parallel_size, parallel.tensor_parallel_size = ranks
     return kind(config, KVConnectorRole.SCHEDULER, _cache(groups))
 
 
@@ -429,6 +442,88 @@ def test_reports_of_ranks_are_joined() -> None:
     one = NixlWorkerMetadata([RankReport(0, (), {})])
     other = NixlWorkerMetadata([RankReport(1, (), {})])
     assert [report.rank for report in one.aggregate(other).reports] == [0, 1]
+
+
+def _step_of(rank: int, facts: NixlWorkerMetadata | None) -> ModelRunnerOutput:
+    stats = NixlKVConnectorStats()
+    stats.transfer(0.1, 0.1, 8, 1)
+    output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    output.kv_connector_output = KVConnectorOutput(
+        kv_connector_stats=stats if rank else None, kv_connector_worker_meta=facts
+    )
+    return output
+
+
+@pytest.mark.parametrize("silent", [(), (0,), (3,), (1, 2)])
+def test_the_executor_joins_what_the_ranks_of_a_step_say(
+    port: int, silent: tuple[int, ...]
+) -> None:
+    connector = _make(ranks=(2, 2))
+    connector.bind_kv_cache_manager(manager(pool()))
+    outputs: list[ModelRunnerOutput | None] = [
+        _step_of(
+            rank,
+            None
+            if rank in silent
+            else NixlWorkerMetadata([RankReport(rank, (), {"transfers": 1})]),
+        )
+        for rank in range(4)
+    ]
+    joined = KVOutputAggregator.from_connector(connector, 4).aggregate(outputs)
+    assert joined is not None
+    assert joined.kv_connector_output is not None
+    connector.update_connector_output(joined.kv_connector_output)
+    stats = joined.kv_connector_output.kv_connector_stats
+    assert isinstance(stats, NixlKVConnectorStats)
+    assert stats.reduce()["Num successful transfers"] == 3
+    observed = connector.get_kv_connector_stats()
+    assert isinstance(observed, NixlKVConnectorStats)
+    assert observed.data["queued_transfers"] == [4 - len(silent)]
+
+
+def test_every_worker_must_have_described_itself(port: int) -> None:
+    connector = _make(ranks=(2, 2))
+    described = {
+        (stage, rank): NixlHandshakeMetadata(encode(HERE))
+        for stage in range(2)
+        for rank in range(2)
+    }
+    del described[1, 0]
+    with pytest.raises(SideChannelFailure, match=r"workers \[\(1, 0\)\]"):
+        connector.set_xfer_handshake_metadata_pp_aware(described)
+    described[1, 0] = described[0, 0]
+    connector.set_xfer_handshake_metadata_pp_aware(described)
+    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    assert isinstance(reply, Ranks)
+    assert len(reply.ranks) == 4
+    connector.shutdown()
+
+
+def test_workers_without_a_pipeline_may_be_told_by_their_rank(port: int) -> None:
+    connector = _make(ranks=(1, 2))
+    connector.set_xfer_handshake_metadata(
+        {rank: NixlHandshakeMetadata(encode(HERE)) for rank in range(2)}
+    )
+    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    assert isinstance(reply, Ranks)
+    assert len(reply.ranks) == 2
+    connector.shutdown()
+
+
+def test_an_engine_with_a_pipeline_computes_decode_legs_itself() -> None:
+    connector = _make(ranks=(2, 1))
+    connector.bind_kv_cache_manager(manager(pool()))
+    prompt = request("r-12345678", params=DECODE)
+    connector.on_new_request(prompt)
+    assert connector.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    metadata = connector.build_connector_meta(step())
+    assert isinstance(metadata, NixlConnectorMetadata)
+    address = ("127.0.0.1", 5600)
+    assert metadata.commands[-1] == TellNotNeeded(TransferId("u"), address, 1)
+    connector.request_finished(finish(prompt, ABORTED), [])
+    assert connector.build_connector_meta(step()) == NixlConnectorMetadata(
+        computes=False
+    )
 
 
 def test_stats_are_rebuilt_from_their_data() -> None:

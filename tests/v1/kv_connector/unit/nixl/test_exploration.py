@@ -11,6 +11,7 @@ from v1.kv_connector.unit.nixl.faulty import (
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
+    ServesTheFirstRankOnly,
     TrustsTheGrant,
     TrustsTheHint,
     TrustsTheLastPiece,
@@ -41,6 +42,15 @@ HINTED_LATER = (*HINTED, Planned(RegistrationId("r1"), T1, D0))
 
 Plan = tuple[tuple[Planned, ...], dict[TransferId, int | None], Budget]
 
+RANKS: dict[str, tuple[int, int, int]] = {
+    "readers": (1, 2, 2),
+    "readers-chunks": (1, 2, 2),
+    "sources": (2, 1, 2),
+    "unasked": (2, 1, 1),
+    "pairs": (2, 2, 2),
+}
+"""Ranks of the prefill engine and of each decode engine, and heads; else 1, 1, 2."""
+
 CASES: dict[str, Plan] = {
     "cancel": (ONE, {T0: 1}, Budget(cancels=1, ticks=3)),
     "repeat": (ONE, {T0: 1}, Budget(repeats=2, cancels=1, ticks=1)),
@@ -61,6 +71,11 @@ CASES: dict[str, Plan] = {
         Budget(chunks=1, preemptions=1, withdrawals=1, silences=1),
     ),
     "chunks-twice": (TWICE, {T0: 2}, Budget(chunks=1, preemptions=1)),
+    "readers": (ONE, {T0: 1}, Budget(cancels=1, repeats=1)),
+    "readers-chunks": (ONE, {T0: 1}, Budget(chunks=1, preemptions=1)),
+    "sources": (ONE, {T0: 1}, Budget(cancels=1, withdrawals=1)),
+    "unasked": (ONE, {T0: 1}, Budget(cancels=1, repeats=1)),
+    "pairs": (ONE, {T0: 1}, Budget(cancels=1)),
     "two": (TWO, {T0: 1, T1: None}, Budget(cancels=1, withdrawals=1)),
 }
 
@@ -87,11 +102,15 @@ def _explore(
     mode: Mode, name: str, depth: int, settle_each: int, plans: dict[str, Plan] = CASES
 ) -> None:
     planned, transfers, budget = plans[name]
+    ranks = RANKS if plans is CASES else {}
+    prefill_ranks, decode_ranks, heads = ranks.get(name, (1, 1, 2))
     case = Case(
         Simulation(
             mode,
-            decodes=len({plan.decode for plan in planned}),
-            pieces=2 if planned is ONE else 1,
+            prefill_ranks,
+            decode_ranks=[decode_ranks] * len({plan.decode for plan in planned}),
+            heads=heads,
+            pieces=2 if planned is ONE and name not in RANKS else 1,
             parts=2 if name.startswith("layers") else 1,
         ),
         dict(transfers),
@@ -108,7 +127,7 @@ def _explore(
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.timeout(60)
 def test_no_order_breaks_a_promise(mode: Mode, name: str) -> None:
-    _explore(mode, name, depth=7, settle_each=10)
+    _explore(mode, name, depth=9 if name in RANKS else 7, settle_each=10)
 
 
 @pytest.mark.full
@@ -171,6 +190,32 @@ def test_a_sender_that_retracts_under_writes_is_found() -> None:
             Budget(chunks=1, preemptions=1),
             10,
         )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", Mode)
+def test_a_sender_that_closes_after_the_first_of_two_readers_is_found(
+    mode: Mode,
+) -> None:
+    simulation = Simulation(
+        mode, pieces=1, decode_ranks=[2], sender=ServesTheFirstRankOnly
+    )
+    case = Case(simulation, {T0: 1}, list(ONE), Budget())
+    with pytest.raises(Violation, match="do not come, though nothing hinders it"):
+        explore(case, 8, settle_each=1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", Mode)
+def test_ranks_that_nobody_asks_and_nobody_tells_are_found(mode: Mode) -> None:
+    simulation = Simulation(mode, prefill_ranks=2, pieces=1, heads=1)
+    (asked,) = simulation.layout.sources[D0]
+    (unasked,) = simulation.layout.idle[D0]
+    assert {asked, unasked} == set(simulation.senders)
+    simulation.layout.idle[D0] = ()
+    case = Case(simulation, {T0: 1}, list(ONE), Budget())
+    with pytest.raises(Violation, match="is served, and is not let go of"):
+        explore(case, 8, settle_each=1)
 
 
 @pytest.mark.timeout(120)

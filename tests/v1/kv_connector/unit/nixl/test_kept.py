@@ -290,10 +290,24 @@ def test_a_cancel_after_a_read_that_counts_changes_nothing(rank: Rank) -> None:
 
 def test_nobody_cancels_or_uses_the_lease_of_another(rank: Rank) -> None:
     rank.ask(peer=P)
-    assert rank.table.cancel(Q, R, 0.0) == []
-    assert rank.ask(peer=Q) == []
+    assert _said(rank.table.cancel(Q, R, 0.0)) == [Cancelled(R)]
+    assert "has ended" in _refusal(rank.ask(peer=Q))
+    assert not _counts(rank.done(peer=Q))
     assert rank.table.peers() == {P}
     assert _counts(rank.done(peer=P))
+
+
+def test_the_ranks_of_a_reader_read_under_one_registration(rank: Rank) -> None:
+    for peer in (P, Q):
+        _granted(rank.ask(peer=peer))
+    assert rank.table.peers() == {P, Q}
+    rank.table.retire(NAME, 1.0)
+    assert _closed(rank.done(peer=Q, now=2.0)) == []
+    assert _counts(rank.done(peer=Q, now=3.0))
+    actions = rank.done(peer=P, now=4.0)
+    assert _counts(actions)
+    assert len(_closed(actions)) == 1
+    assert rank.idle()
 
 
 def test_one_registration_reads_one_entry(rank: Rank) -> None:

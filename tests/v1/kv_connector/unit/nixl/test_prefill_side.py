@@ -147,6 +147,30 @@ def test_blocks_are_held_until_every_rank_has_let_go() -> None:
     assert side.free() == BLOCKS - 1
 
 
+@pytest.mark.parametrize(
+    ("reasons", "outcome"),
+    [
+        ((CloseReason.RELEASED, CloseReason.SERVED), "served"),
+        ((CloseReason.SERVED, CloseReason.RELEASED), "served"),
+        ((CloseReason.EXPIRED, CloseReason.SERVED), "expired"),
+        ((CloseReason.WITHDRAWN, CloseReason.SERVED), "withdrawn"),
+        ((CloseReason.RELEASED, CloseReason.RELEASED), "released"),
+    ],
+)
+def test_the_outcome_is_what_the_ranks_say_together(
+    reasons: tuple[CloseReason, CloseReason], outcome: str
+) -> None:
+    side = Side(world_size=2)
+    _, _, generation = _offered(side)
+    for rank, reason in enumerate(reasons):
+        side.closed(generation, rank=rank, reason=reason)
+        # What a rank says twice is not moved twice.
+        side.closed(generation, rank=rank, reason=reason)
+    (record,) = side.records.latest()
+    assert record["outcome"] == outcome
+    assert (record["bytes"], record["tokens"]) == (2000, 40)
+
+
 def test_ranks_may_let_go_before_the_request_ends(side: Side) -> None:
     prompt, held, generation = _offered(side)
     side.closed(generation, reason=CloseReason.EXPIRED)

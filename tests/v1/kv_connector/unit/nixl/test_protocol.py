@@ -20,6 +20,8 @@ from v1.kv_connector.unit.nixl.faulty import (
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
+    ServesTheFirstRankOnly,
+    ServesTheLastRankOnly,
     TrustsTheGrant,
     TrustsTheHint,
     TrustsTheLastPiece,
@@ -66,16 +68,29 @@ class HandoffMachine(RuleBasedStateMachine):
     mode: ClassVar[Mode] = Mode.PUSH
     sender: ClassVar[type[SenderTable]] = SenderTable
     receiver: ClassVar[type[ReceiverTable]] = ReceiverTable
+    calm: ClassVar[bool] = False
 
     @initialize(
-        ranks=st.integers(1, 2), pieces=st.integers(1, 3), parts=st.integers(1, 2)
+        ranks=st.integers(1, 2),
+        decode_ranks=st.lists(st.integers(1, 2), min_size=2, max_size=2),
+        heads=st.integers(1, 2),
+        pieces=st.integers(1, 3),
+        parts=st.integers(1, 2),
     )
-    def begin(self, ranks: int, pieces: int, parts: int) -> None:
+    def begin(
+        self, ranks: int, decode_ranks: list[int], heads: int, pieces: int, parts: int
+    ) -> None:
+        self._begin(ranks, decode_ranks, heads, pieces, parts)
+
+    def _begin(
+        self, ranks: int, decode_ranks: list[int], heads: int, pieces: int, parts: int
+    ) -> None:
         self.count = 0
         self.sim = Simulation(
             self.mode,
             prefill_ranks=ranks,
-            decodes=2,
+            decode_ranks=decode_ranks,
+            heads=heads,
             pieces=pieces,
             parts=parts,
             sender=self.sender,
@@ -118,7 +133,7 @@ class HandoffMachine(RuleBasedStateMachine):
         connects: bool,
         hint: Hint | None = None,
     ) -> None:
-        decodes = list(self.sim.receivers)
+        decodes = list(self.sim.layout.decode)
         registration_id = RegistrationId(f"r{self.count}")
         self.count += 1
         decode = decodes[pick % len(decodes)]
@@ -128,13 +143,13 @@ class HandoffMachine(RuleBasedStateMachine):
         if started and connects:
             self.sim.connect(registration_id)
 
-    @precondition(lambda self: self.sim.attempts)
+    @precondition(lambda self: self.sim.attempts and not self.calm)
     @rule(pick=some)
     def cancel(self, pick: int) -> None:
         known = [
             key
             for key, attempt in self.sim.attempts.items()
-            if attempt.decode not in self.sim.dead
+            if not self.sim.dead.intersection(attempt.ranks)
         ]
         if known:
             self.sim.cancel(known[-1 - pick % min(3, len(known))])
@@ -151,10 +166,12 @@ class HandoffMachine(RuleBasedStateMachine):
         for _ in range(count):
             self._take_one(list(self._moves()), 0)
 
+    @precondition(lambda self: not self.calm)
     @rule(pick=some)
     def trouble(self, pick: int) -> None:
         self._take_one([*self._trouble(), *self._ends()], pick)
 
+    @precondition(lambda self: not self.calm)
     @rule(seconds=st.sampled_from([0.5, 3.0, 8.0]))
     def wait(self, seconds: float) -> None:
         self.sim.advance(seconds)
@@ -196,10 +213,14 @@ class HandoffMachine(RuleBasedStateMachine):
             if prefill.computing and prefill.blocks:
                 yield partial(sim.preempt, transfer_id)
         for registration_id, attempt in sim.attempts.items():
-            if attempt.connecting and not attempt.over:
-                yield partial(sim.connect, registration_id)
-                yield partial(sim.unreachable, registration_id)
-        decode = next(iter(sim.receivers))
+            for rank, part in attempt.ranks.items():
+                if part.connecting:
+                    yield partial(sim.connect_rank, registration_id, rank)
+                if part.connecting and not part.over:
+                    yield partial(sim.unreachable, registration_id, rank)
+            for rank in attempt.to_cancel:
+                yield partial(sim.give_up, registration_id, rank)
+        decode = next(iter(sim.layout.decode))
         for transfer_id in TRANSFERS:
             yield partial(sim.renew, decode, transfer_id)
             for receivers in range(2):
@@ -243,8 +264,20 @@ class PullMachine(HandoffMachine):
         self._start(pick, transfer_id, first, None, True, hint)
 
 
+class CalmMachine(HandoffMachine):
+    """Nothing goes wrong, so that all that is asked for must come."""
+
+    calm = True
+
+
+class CalmPullMachine(CalmMachine):
+    mode = Mode.PULL
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("machine", [HandoffMachine, PullMachine])
+@pytest.mark.parametrize(
+    "machine", [HandoffMachine, PullMachine, CalmMachine, CalmPullMachine]
+)
 def test_random_histories(machine: type[HandoffMachine]) -> None:
     run_state_machine_as_test(machine, settings=EXAMPLES)
 
@@ -266,20 +299,48 @@ def test_no_time_takes_the_place_of_a_proof() -> None:
     sim.check_over()
 
 
-class FreesOnTheLeaseMachine(HandoffMachine):
+class SmallMachine(HandoffMachine):
+    """Decode engines of one rank, so that a search goes deeper."""
+
+    @initialize(
+        ranks=st.integers(1, 2), pieces=st.integers(1, 3), parts=st.integers(1, 2)
+    )
+    def begin(self, ranks: int, pieces: int, parts: int) -> None:
+        self._begin(ranks, [1, 1], 2, pieces, parts)
+
+
+class FreesOnTheLeaseMachine(SmallMachine):
     sender = FreesOnTheLease
 
 
-class QuietOnTimeoutMachine(HandoffMachine):
+class QuietOnTimeoutMachine(SmallMachine):
     receiver = QuietOnTimeout
 
 
-class TrustsTheLastPieceMachine(HandoffMachine):
+class TrustsTheLastPieceMachine(SmallMachine):
     receiver = TrustsTheLastPiece
 
 
-class RetractsUnderWritesMachine(HandoffMachine):
+class RetractsUnderWritesMachine(SmallMachine):
     sender = RetractsUnderWrites
+
+    @precondition(lambda self: self.sim.writes)
+    @rule(pick=some)
+    def preempt(self, pick: int) -> None:
+        preempted: list[Callable[[], object]] = [
+            partial(self.sim.preempt, transfer_id)
+            for transfer_id, prefill in self.sim.prefills.items()
+            if prefill.computing and prefill.blocks
+        ]
+        self._take_one(preempted, pick)
+
+
+class ServesTheFirstReaderOnlyMachine(CalmPullMachine):
+    sender = ServesTheFirstRankOnly
+
+
+class ServesTheLastRankOnlyMachine(HandoffMachine):
+    sender = ServesTheLastRankOnly
 
 
 class TrustsTheHintMachine(PullMachine):
@@ -300,6 +361,8 @@ class TrustsTheGrantMachine(PullMachine):
         QuietOnTimeoutMachine,
         TrustsTheLastPieceMachine,
         RetractsUnderWritesMachine,
+        ServesTheFirstReaderOnlyMachine,
+        ServesTheLastRankOnlyMachine,
     ],
 )
 def test_planted_defects_are_found(machine: type[HandoffMachine]) -> None:

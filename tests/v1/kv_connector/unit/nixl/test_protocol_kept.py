@@ -36,10 +36,13 @@ class KeptMachine(RuleBasedStateMachine):
 
     lender: ClassVar[type[Lender]] = Lender
 
-    @initialize(ranks=st.integers(1, 2))
-    def begin(self, ranks: int) -> None:
+    @initialize(
+        ranks=st.integers(1, 2),
+        reader_ranks=st.lists(st.integers(1, 2), min_size=2, max_size=2),
+    )
+    def begin(self, ranks: int, reader_ranks: list[int]) -> None:
         self.count = 0
-        self.sim = KeptSimulation(ranks, readers=2, lender=self.lender)
+        self.sim = KeptSimulation(ranks, lender=self.lender, reader_ranks=reader_ranks)
 
     # ---- what the engines do
 
@@ -52,7 +55,7 @@ class KeptMachine(RuleBasedStateMachine):
     @rule(pick=some, which=some, first=st.integers(0, POSITIONS - 1), up=rarely_not)
     def start(self, pick: int, which: int, first: int, up: bool) -> None:
         known = sorted(self.sim.known)
-        readers = list(self.sim.receivers)
+        readers = list(self.sim.layout.decode)
         registration_id = RegistrationId(f"r{self.count}")
         self.count += 1
         name = known[-1 - which % min(3, len(known))]
@@ -112,11 +115,15 @@ class KeptMachine(RuleBasedStateMachine):
         for index in range(len(sim.reads)):
             yield partial(sim.end_read, index, ok=False)
         for registration_id, attempt in list(sim.attempts.items())[-4:]:
-            if attempt.decode not in sim.dead:
+            if not sim.dead.intersection(attempt.ranks):
                 yield partial(sim.cancel, registration_id)
-            if attempt.connecting and not attempt.over:
-                yield partial(sim.connect, registration_id)
-                yield partial(sim.unreachable, registration_id)
+            for rank, part in attempt.ranks.items():
+                if part.connecting:
+                    yield partial(sim.connect_rank, registration_id, rank)
+                if part.connecting and not part.over:
+                    yield partial(sim.unreachable, registration_id, rank)
+            for rank in attempt.to_cancel:
+                yield partial(sim.give_up, registration_id, rank)
 
     def _ends(self, deaths: bool) -> Iterator[Move]:
         sim = self.sim

@@ -362,6 +362,34 @@ def test_two_lenders_are_both_read_and_both_asked() -> None:
     assert _events(table.read_confirmed(Q, R, True, 7)) != []
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_a_lender_or_writer_that_has_given_all_may_go(mode: Mode) -> None:
+    table = _asked(mode, P, Q)
+    if mode is Mode.PUSH:
+        table.finished(P, R, 2)
+    else:
+        table.granted(P, _grant(), 2)
+        table.read_ended(P, R, NOTHING, None, 3)
+        table.read_confirmed(P, R, True, 4)
+    assert table.peers() == {Q}
+    assert table.peer_lost(P, "silent", 5) == []
+    assert table.peer_gone(P, "ended", 6) == []
+    assert _failed(table.peer_lost(Q, "silent", 7)).quiet is (mode is Mode.PULL)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_one_that_refuses_ends_it_for_all(mode: Mode) -> None:
+    table = _asked(mode, P, Q)
+    actions = table.refused(P, R, "no", 2)
+    assert not isinstance(_failed(actions), Received)
+    # The other is told, and said to be quiet by nobody but itself.
+    assert [a.peer for a in actions if isinstance(a, Send)] == [Q]
+    assert _failed(actions).quiet is (mode is Mode.PULL)
+    if mode is Mode.PUSH:
+        assert _events(table.cancelled(Q, R)) == [ReceiveQuiet(R)]
+    assert not any(table.sizes().values())
+
+
 def test_push_messages_do_nothing_in_pull_and_the_reverse() -> None:
     pull, push = _asked(Mode.PULL), _asked(Mode.PUSH)
     assert pull.finished(P, R, 2) == []

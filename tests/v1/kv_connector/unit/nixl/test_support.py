@@ -2,11 +2,12 @@
 """What is refused when an engine starts."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from vllm.config import ParallelConfig
+from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import (
     ConfigError,
     ConnectorConfig,
@@ -26,12 +27,16 @@ def _check(
     mamba: bool = False,
     speculation: object = None,
     layer_groups: int = 1,
+    role: KVRole = "kv_both",
+    batches: int = 1,
 ) -> None:
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=False),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=continues),
         model_config=SimpleNamespace(use_mla=mla),
         parallel_config=ParallelConfig(),
+        kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role=role),
+        max_concurrent_batches=batches,
         num_prefill_lookahead_tokens=lookahead,
         speculative_config=speculation,
     )
@@ -58,16 +63,34 @@ def test_one_rank_and_one_group_are_supported() -> None:
     _check(lookahead=1)
 
 
+@pytest.mark.parametrize("role", get_args(KVRole))
+def test_tensor_parallelism_is_supported_in_every_role(role: KVRole) -> None:
+    _check({"tensor_parallel_size": 8}, role=role)
+
+
+def test_a_pipeline_is_supported_where_prompts_are_computed_for_others() -> None:
+    pipeline = {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}
+    _check(pipeline, role="kv_producer", batches=4)
+    _check(pipeline, role="kv_both", bidirectional=True, batches=4)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 4 .*kv_consumer"):
+        _check(pipeline, role="kv_consumer", batches=4)
+
+
+def test_reading_back_under_steps_in_flight_needs_the_role_of_a_consumer() -> None:
+    _check(role="kv_producer", bidirectional=True)
+    _check(role="kv_producer", batches=2)
+    with pytest.raises(ConfigError, match="must be kv_both"):
+        _check(role="kv_producer", bidirectional=True, batches=2)
+
+
 @pytest.mark.parametrize(
     "option",
     [
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ],
 )
-def test_other_parallelism_is_named(option: str) -> None:
+def test_context_parallelism_is_named(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is 2"):
         _check({option: 2})
 

@@ -303,9 +303,6 @@ def test_kv_that_is_waited_for_outlives_its_lease(push: Pair) -> None:
     push.d.step(Unwatch(T))
     push.until(_has(push.p, SenderClosed))
     assert _closed(push.p)[0].reason is CloseReason.EXPIRED
-    counted = push.p.loop.stats.take()
-    assert counted is not None
-    assert counted.reduce()["Num KV expired reqs"] == 1
     push.until_idle()
 
 

@@ -160,6 +160,14 @@ class NixlBaseConnector(KVConnectorBase_V1, SupportsHMA):
             }
         )
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same, by tensor-parallel rank, for engines without a pipeline."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): described for rank, described in metadata.items()}
+        )
+
     @_contained(lambda: None)
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""

@@ -18,14 +18,35 @@ def check_supported(
         ConfigError: naming the option, its value and what is supported.
     """
     parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
     for option, value in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
     ):
         if value != 1:
-            raise ConfigError(f"{option} is {value}; the NIXL connectors support 1")
+            raise ConfigError(
+                f"{option} is {value}, but the NIXL connectors move whole tokens, not "
+                "parts of a context that is divided over ranks; use 1"
+            )
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and not transfer.is_kv_producer:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages} with kv_role {transfer.kv_role!r}, "
+            "but only prefill engines may have a pipeline; use kv_producer (or kv_both "
+            "for an engine that also reads earlier turns back), or 1"
+        )
+    if (
+        config.bidirectional_kv_xfer
+        and not transfer.is_kv_consumer
+        and vllm_config.max_concurrent_batches > 1
+    ):
+        # The engine keeps a freed block from being filled by a load while a step in
+        # flight may still write it, but only in the role of a consumer.
+        raise ConfigError(
+            f"kv_role is {transfer.kv_role!r} with bidirectional_kv_xfer, but an "
+            "engine that reads KV back while several steps are in flight must be "
+            "kv_both"
+        )
     if kv_cache_config.has_mamba_layers:
         raise ConfigError(
             "the model has state-space layers; the NIXL connectors support attention "

@@ -133,7 +133,8 @@ class Stamps:
 
     Attributes:
         host: names the host whose clock was read; empty if it has no name.
-        chunks: how many chunks were moved.
+        chunks: how many chunks were moved, each counted for every pair of ranks
+            between which it was.
     """
 
     host: str = _HOST

@@ -37,11 +37,9 @@ from .connections import (
 )
 from .handoff.actions import (
     Action,
-    CloseReason,
     Event,
     Report,
     Send,
-    SenderClosed,
     StartRead,
     StartWrite,
     TransferSize,
@@ -455,11 +453,6 @@ class TransferLoop:
                 case StartRead():
                     self._start_read(action, now)
                 case Report():
-                    if (
-                        isinstance(action.event, SenderClosed)
-                        and action.event.reason is CloseReason.EXPIRED
-                    ):
-                        self.stats.failure(names.EXPIRED)
                     self._events.append(action.event)
 
     def _send(self, name: AgentName, message: Message) -> None:

@@ -33,7 +33,7 @@ from .actions import (
     SenderClosed,
     TransferSize,
 )
-from .claims import grant, is_of, is_part
+from .claims import ClaimKey, grant, is_of, is_part
 from .history import History
 
 HISTORY = 8192
@@ -53,8 +53,7 @@ def is_kept(name: TransferId) -> bool:
 
 @dataclass
 class _Lease:
-    registration_id: RegistrationId
-    peer: AgentName
+    key: ClaimKey
     want: Want
     end: float
 
@@ -63,7 +62,7 @@ class _Lease:
 class _Entry:
     offer: Offer
     kept_at: float
-    leases: dict[RegistrationId, _Lease] = field(default_factory=dict)
+    leases: dict[ClaimKey, _Lease] = field(default_factory=dict)
     retiring: bool = False
     tokens: int = 0
 
@@ -80,9 +79,9 @@ class KeptTable:
         self._lease = lease
         self._block_size = block_size
         self._entries: dict[TransferId, _Entry] = {}
-        self._leases: dict[RegistrationId, TransferId] = {}
+        self._leases: dict[ClaimKey, TransferId] = {}
         self._closed: History[TransferId, bool] = History(HISTORY)
-        self._ended: History[RegistrationId, bool] = History(HISTORY)
+        self._ended: History[ClaimKey, bool] = History(HISTORY)
 
     # ---- what the scheduler side says
 
@@ -105,25 +104,26 @@ class KeptTable:
     ) -> list[Action]:
         """A peer wants to read, or to read on."""
         registration_id = msg.registration_id
-        if self._ended.get(registration_id) is not None:
+        key = peer, registration_id
+        if self._ended.get(key) is not None:
             return [Send(peer, Refused(registration_id, "its READ has ended"))]
         entry = self._entries.get(msg.transfer_id)
         if entry is None:
             if self._closed.get(msg.transfer_id):
-                return self._refuse(peer, registration_id, "its KV is kept no longer")
+                return self._refuse(key, "its KV is kept no longer")
             # The order to keep it may still be on its way here.
             return []
-        held = entry.leases.get(registration_id)
-        if held is None and registration_id in self._leases:
+        held = entry.leases.get(key)
+        if held is None and key in self._leases:
             return []
         if held is None:
             reason = self._unfit(entry, msg.want)
             if reason is not None:
-                return self._refuse(peer, registration_id, reason)
-            held = _Lease(registration_id, peer, msg.want, now)
-            entry.leases[registration_id] = held
-            self._leases[registration_id] = msg.transfer_id
-        elif held.peer != peer or entry.retiring:
+                return self._refuse(key, reason)
+            held = _Lease(key, msg.want, now)
+            entry.leases[key] = held
+            self._leases[key] = msg.transfer_id
+        elif entry.retiring:
             return []
         held.end = now + self._lease
         granted = grant(
@@ -133,9 +133,10 @@ class KeptTable:
 
     def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
         """A READ has ended; whether it counts."""
-        found = self._find(peer, msg.registration_id)
+        key = peer, msg.registration_id
+        found = self._find(key)
         if found is None:
-            counted = bool(self._ended.get(msg.registration_id))
+            counted = bool(self._ended.get(key))
             return [Send(peer, ReadConfirmed(msg.registration_id, counted))]
         name, entry, lease = found
         counts = (
@@ -154,13 +155,12 @@ class KeptTable:
         self, peer: AgentName, registration_id: RegistrationId, now: float
     ) -> list[Action]:
         """A reader has given up, and reads no more."""
-        found = self._find(peer, registration_id)
+        key = peer, registration_id
+        found = self._find(key)
         answer = Send(peer, Cancelled(registration_id))
         if found is None:
-            if registration_id in self._leases:
-                return []
-            if self._ended.get(registration_id) is None:
-                self._ended.put(registration_id, False)
+            if self._ended.get(key) is None:
+                self._ended.put(key, False)
             return [answer]
         name, entry, lease = found
         self._end(entry, lease, False)
@@ -170,7 +170,7 @@ class KeptTable:
 
     def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
         """A reader does not answer; if it comes back, its READ does not count."""
-        return self._end_leases(lambda lease: lease.peer == peer, now)
+        return self._end_leases(lambda lease: lease.key[0] == peer, now)
 
     def tick(self, now: float) -> list[Action]:
         """End the leases that are over."""
@@ -184,11 +184,7 @@ class KeptTable:
 
     def peers(self) -> set[AgentName]:
         """Agents that read."""
-        return {
-            lease.peer
-            for entry in self._entries.values()
-            for lease in entry.leases.values()
-        }
+        return {peer for peer, _ in self._leases}
 
     @property
     def busy(self) -> bool:
@@ -197,15 +193,12 @@ class KeptTable:
 
     # ---- internals
 
-    def _find(
-        self, peer: AgentName, registration_id: RegistrationId
-    ) -> tuple[TransferId, _Entry, _Lease] | None:
-        name = self._leases.get(registration_id)
+    def _find(self, key: ClaimKey) -> tuple[TransferId, _Entry, _Lease] | None:
+        name = self._leases.get(key)
         if name is None:
             return None
         entry = self._entries[name]
-        lease = entry.leases[registration_id]
-        return (name, entry, lease) if lease.peer == peer else None
+        return name, entry, entry.leases[key]
 
     def _unfit(self, entry: _Entry, want: Want) -> str | None:
         if entry.retiring:
@@ -223,16 +216,15 @@ class KeptTable:
             )
         return None
 
-    def _refuse(
-        self, peer: AgentName, registration_id: RegistrationId, reason: str
-    ) -> list[Action]:
-        self._ended.put(registration_id, False)
+    def _refuse(self, key: ClaimKey, reason: str) -> list[Action]:
+        self._ended.put(key, False)
+        peer, registration_id = key
         return [Send(peer, Refused(registration_id, reason))]
 
     def _end(self, entry: _Entry, lease: _Lease, counted: bool) -> None:
-        del entry.leases[lease.registration_id]
-        del self._leases[lease.registration_id]
-        self._ended.put(lease.registration_id, counted)
+        del entry.leases[lease.key]
+        del self._leases[lease.key]
+        self._ended.put(lease.key, counted)
 
     def _end_leases(self, over: Callable[[_Lease], bool], now: float) -> list[Action]:
         actions: list[Action] = []

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side that obtains KV from another engine, for one worker rank.
 
-One attempt goes through::
+It draws on one or more ranks of that engine, its sources, and needs all of them: one
+that fails ends the attempt for all. One attempt goes through::
 
     CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    WRITE
     CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      READ
@@ -258,7 +259,10 @@ class ReceiverTable:
         """``peer`` does not answer. That is no proof that it cannot write."""
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
-            if peer in attempt.sources and attempt.state is not State.QUIESCING:
+            source = attempt.sources.get(peer)
+            if source is None or source.done:
+                continue
+            if attempt.state is not State.QUIESCING:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
@@ -272,7 +276,7 @@ class ReceiverTable:
             source.quiet = True
             if attempt.state is State.QUIESCING:
                 actions += self._quiesce(attempt)
-            else:
+            elif not source.done:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
@@ -307,7 +311,7 @@ class ReceiverTable:
             name
             for attempt in self._attempts.values()
             for name, source in attempt.sources.items()
-            if not source.quiet
+            if not source.quiet and not source.done
         }
 
     def transfer_id(self, registration_id: RegistrationId) -> TransferId | None:

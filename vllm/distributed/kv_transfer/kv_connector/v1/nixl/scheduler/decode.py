@@ -91,6 +91,12 @@ class DecodeSide:
         self._commands.append(Watch(waiter.transfer_id, waiter.address))
         return waiter.transfer_id
 
+    def decline(self, request: "Request", params: DecodeParams) -> None:
+        """It is computed here; the prefill engine is told so."""
+        self.new_request(request, params)
+        waiter = self._waiters.pop(RequestId(request.request_id))
+        self._not_needed(waiter, receivers=1)
+
     def matched(self, request_id: RequestId, computed: int) -> int:
         """Tokens to be had from the prefill engine beyond ``computed``; 0 for none.
 

@@ -3,8 +3,9 @@
 
 from collections.abc import Container
 
+from ..handoff.actions import CloseReason
 from ..ids import EngineId, Mode, RequestId
-from ..stats import StatsCollector
+from ..stats import EXPIRED, StatsCollector
 from ..timeline import Role, Stage
 from ..timeline_trace import TraceFile
 from .records import HandoffRecord
@@ -66,6 +67,8 @@ class Journal:
             self._trace.close()
 
     def _tell(self, record: HandoffRecord) -> None:
+        if (record.role, record.outcome) == (Role.SENDER, CloseReason.EXPIRED):
+            self._stats.failure(EXPIRED)
         if record.timeline is not None and record.outcome in _HANDED_OFF:
             role = Role(record.role)
             self._stats.handoff(role, record.timeline.durations(role))

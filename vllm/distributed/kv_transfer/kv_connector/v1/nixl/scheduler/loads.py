@@ -226,7 +226,7 @@ class Loads:
     def received(self, rank: int, event: Received) -> None:
         """A rank has all its KV."""
         load = self._loads.get(event.registration_id)
-        if load is None:
+        if load is None or rank in load.received_ranks:
             return
         load.received_ranks.add(rank)
         load.tokens = event.tokens

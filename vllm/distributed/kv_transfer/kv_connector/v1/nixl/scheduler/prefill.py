@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ..commands import Command, Expect, Retract, Withdraw
-from ..handoff.actions import Offer, Retracted, SenderClosed
+from ..handoff.actions import CloseReason, Offer, Retracted, SenderClosed
 from ..ids import Mode, RequestId, TransferId, new_generation
 from ..later import Later
 from ..params import PrefillAddress, PrefillParams, external_id, prefill_result
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+_TOLD_FIRST = (
+    CloseReason.WITHDRAWN,
+    CloseReason.EXPIRED,
+    CloseReason.SERVED,
+    CloseReason.RELEASED,
+)
+"""What the ranks of one hand-off may differ in; the first that one says is its outcome.
+A rank that nobody asks lets go unasked."""
 
 LINGER_SECONDS = 2.0
 """How long the engine keeps stepping for releases that are due at any moment."""
@@ -50,11 +59,12 @@ class _Send:
     pins: list[Pin] = field(default_factory=list)
     offered_blocks: int = 0
     last_offered: Sequence[Sequence[Block]] = ()
-    closed_ranks: set[int] = field(default_factory=set)
+    closed_ranks: dict[int, CloseReason] = field(default_factory=dict)
     offered_at: float = 0.0
     tokens: int = 0
     bytes: int = 0
     descriptors: int = 0
+    seconds: float = 0.0
     timeline: Timeline = field(default_factory=Timeline.start)
 
 
@@ -200,8 +210,11 @@ class PrefillSide:
         send = self._open.get(event.transfer_id)
         if send is None or not send.pins or send.generation != event.generation:
             return
-        send.closed_ranks.add(rank)
+        if rank in send.closed_ranks:
+            return
+        send.closed_ranks[rank] = event.reason
         send.tokens = max(send.tokens, event.tokens)
+        send.seconds = max(send.seconds, event.seconds)
         send.bytes += event.size.bytes
         send.descriptors += event.size.descriptors
         send.timeline.merge(event.stamps)
@@ -210,7 +223,9 @@ class PrefillSide:
         self._release(send.pins)
         send.timeline.mark(Stage.RELEASED, time.monotonic())
         del self._open[send.transfer_id]
-        self._record(send, event.reason.value, event.seconds)
+        told = send.closed_ranks.values()
+        outcome = next(reason for reason in _TOLD_FIRST if reason in told)
+        self._record(send, outcome.value)
 
     def retracted(self, rank: int, event: Retracted) -> None:
         """A rank reads no more from a preempted prompt's blocks."""
@@ -338,7 +353,7 @@ class PrefillSide:
         for pin in reversed(pins):
             self._pins.release_gently(pin)
 
-    def _record(self, send: _Send, outcome: str, seconds: float = 0.0) -> None:
+    def _record(self, send: _Send, outcome: str) -> None:
         self._records.add(
             HandoffRecord(
                 send.transfer_id,
@@ -348,7 +363,7 @@ class PrefillSide:
                 tokens=send.tokens,
                 bytes=send.bytes,
                 descriptors=send.descriptors,
-                seconds=seconds,
+                seconds=send.seconds,
                 timeline=send.timeline,
             )
         )

@@ -6,6 +6,7 @@ All methods run on the engine thread; the side channel's thread only reads sizes
 
 import time
 from collections import Counter
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -38,7 +39,7 @@ from ..params import (
     PrefillParams,
     parse_params,
 )
-from ..side_channel import SideChannelServer
+from ..side_channel import SideChannelFailure, SideChannelServer
 from ..stats import NixlKVConnectorStats, StatsCollector
 from ..timeline_trace import TraceFile
 from ..wire import Kept
@@ -173,11 +174,20 @@ class NixlScheduler:
     def serve(self, workers: dict[tuple[int, int], NixlHandshakeMetadata]) -> None:
         """Open the side channel, now that the workers have described themselves.
 
+        ``workers`` are by pipeline stage and tensor-parallel rank.
+
         Raises:
-            SideChannelFailure: its address cannot be bound.
+            SideChannelFailure: its address cannot be bound, or a worker is missing.
         """
         if self._server is not None or not workers:
             return
+        places = product(range(self._address.pp_size), range(self._address.tp_size))
+        missing = [place for place in places if place not in workers]
+        if missing:
+            raise SideChannelFailure(
+                f"the workers {missing} (pipeline stage, tensor-parallel rank) have "
+                "not described themselves; all must run the same connector"
+            )
         self._server = SideChannelServer(
             (self._address.host, self._address.port),
             [workers[place].rank_info for place in sorted(workers)],
@@ -233,6 +243,17 @@ class NixlScheduler:
         elif isinstance(params, DecodeParams) and self._may_contact(
             request, params.address.host
         ):
+            if self._address.pp_size > 1:
+                logger.warning(
+                    "Request %s is a decode leg, but this engine has "
+                    "pipeline_parallel_size %d and can only prefill for others; its "
+                    "prompt is computed here",
+                    request.request_id,
+                    self._address.pp_size,
+                )
+                self._records.count("decode_on_pipeline")
+                self._decode.decline(request, params)
+                return
             transfer_id = self._decode.new_request(request, params)
             if self._turns is not None:
                 self._turns.new_decode(request, params, transfer_id)
