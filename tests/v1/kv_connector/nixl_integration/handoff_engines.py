@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import compare_probe
+from compare_probe.engine_probe import FOLDER_VARIABLE, SPIN_VARIABLE
 from pd_launcher import (
     CONNECTORS,
     START_TIMEOUT_S,
@@ -66,7 +68,11 @@ LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
 LOCK_TIMEOUT_S = 1800.0
 ROUTER_TIMEOUT_S = 60.0
 
+SPIN_S = "0.001"
+"""How long workers look for a message without pause; there are more than cores."""
+
 _HERE = Path(__file__).resolve().parent
+_PROBE = Path(compare_probe.__file__).parent
 
 _BASE = EngineConfig(
     model="",
@@ -87,7 +93,8 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
     """Return the configuration behind a name; ``trace`` gets its hand-offs.
 
     ``single`` is an engine without a connector. Other names are
-    ``<mode>-<role>[-<variant>]``, for example ``push-prefill-noisy``.
+    ``<mode>-<role>[-<variant>]``, for example ``push-prefill-noisy``, or
+    ``pull-decode-tp-2`` for one of two ranks.
     """
     base = replace(_BASE, model=str(tiny_model(SPEC)))
     if name == "single":
@@ -129,6 +136,8 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                     f"--speculative-config={json.dumps(SPECULATION)}",
                 ),
             )
+        case [("tp" | "pp") as kind, size]:
+            return _of_ranks(replace(base, transfer_config=own), kind, int(size), trace)
         case ["turns"]:
             return _conversing(replace(base, transfer_config=own), role)
         case ["noisy"]:
@@ -138,6 +147,22 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                 environment=MappingProxyType({"PYTHONPATH": _python_path()}),
             )
     raise ValueError(f"no engine is called {name!r}")
+
+
+def _of_ranks(config: EngineConfig, kind: str, size: int, trace: Path) -> EngineConfig:
+    """An engine of several worker processes, which nap where they would spin."""
+    option = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size"}[kind]
+    return replace(
+        config,
+        extra_arguments=(*config.extra_arguments, f"{option}={size}"),
+        environment=MappingProxyType(
+            {
+                "PYTHONPATH": str(_PROBE),
+                FOLDER_VARIABLE: str(trace.parent),
+                SPIN_VARIABLE: SPIN_S,
+            }
+        ),
+    )
 
 
 def _conversing(config: EngineConfig, role: Role) -> EngineConfig:

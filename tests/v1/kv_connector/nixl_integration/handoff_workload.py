@@ -105,6 +105,36 @@ def fresh(group: str) -> tuple[Tokens, ...]:
     return tuple(tuple(random_prompt(n, rng, SPEC)) for n in _FRESH[group])
 
 
+RANKS = (1, 31, 64, 100, 600, 1300)
+"""Lengths of the prompts for engines of several ranks, which are slow here."""
+
+
+def ranks_prompts() -> tuple[Tokens, ...]:
+    """Prompts for engines of several ranks; no single engine is asked for answers."""
+    rng = random.Random("ranks")
+    return tuple(tuple(random_prompt(n, rng, SPEC)) for n in RANKS)
+
+
+def answers_without_engine(
+    prompts: Iterable[Tokens], max_tokens: int = MAX_TOKENS
+) -> dict[Tokens, Tokens]:
+    """Greedy answers of the model's own implementation, on one rank in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(SPEC), dtype=torch.float32)
+    answers: dict[Tokens, Tokens] = {}
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(max_tokens):
+                logits = model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1]
+                logits[: len(SPECIAL_TOKENS)] = float("-inf")
+                tokens.append(int(logits.argmax()))
+        answers[prompt] = tuple(tokens[len(prompt) :])
+    return answers
+
+
 # How many tokens a client adds in each turn of a conversation.
 _CONVERSATIONS: dict[str, tuple[int, ...]] = {
     "whole": (200, 90, 33, 150, 64, 71),

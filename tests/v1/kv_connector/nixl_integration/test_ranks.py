@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of several worker ranks hand KV to engines of as many, more or fewer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from handoff_client import (
+    Client,
+    assert_clean,
+    completion,
+    integrity,
+    new_transfer_id,
+    several,
+    wait_handoff,
+)
+from handoff_engines import BLOCK_BYTES, BLOCK_SIZE, EngineRoom
+from handoff_workload import (
+    Ask,
+    References,
+    Tokens,
+    answers_without_engine,
+    ranks_prompts,
+)
+from pd_launcher import Engine, Mode, Pair
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400, func_only=True)]
+
+LONG = pytest.mark.full
+SIZES = [
+    pytest.param("push", "", "-tp-2", id="push-1-2"),
+    pytest.param("pull", "-tp-2", "", id="pull-2-1", marks=LONG),
+    pytest.param("push", "-tp-2", "", id="push-2-1", marks=LONG),
+    pytest.param("pull", "", "-tp-2", id="pull-1-2", marks=LONG),
+    pytest.param("push", "-tp-2", "-tp-2", id="push-2-2", marks=LONG),
+    pytest.param("pull", "-tp-2", "-tp-2", id="pull-2-2", marks=LONG),
+    pytest.param("push", "-pp-2", "", id="push-pipeline", marks=LONG),
+    pytest.param("pull", "-pp-2", "", id="pull-pipeline", marks=LONG),
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> References:
+    """What is right: the sums of ranks may differ from it by rounding only."""
+    return References(answers_without_engine(ranks_prompts()))
+
+
+async def _hand_off(
+    client: Client, pair: Pair, mode: Mode, prompt: Tokens
+) -> tuple[Ask, Tokens]:
+    transfer_id = new_transfer_id()
+    ask = Ask(prompt)
+    _, decode = await client.hand_off(pair, mode, completion(ask), transfer_id)
+    taken = await wait_handoff(pair.decode, transfer_id)
+    given = await wait_handoff(pair.prefill, transfer_id)
+    outcomes, tokens = ("served", "received"), len(prompt)
+    if len(prompt) == 1:
+        # Every decode rank says so, and counts for its part of one receiver.
+        outcomes, tokens = ("released", "not_needed"), 0
+    blocks = -(-tokens // BLOCK_SIZE)
+    assert (given["outcome"], taken["outcome"]) == outcomes, (given, taken)
+    assert given["tokens"] == taken["tokens"] == tokens, (given, taken)
+    # All heads of all layers, each once, over all ranks.
+    assert taken["bytes"] == blocks * BLOCK_BYTES, taken
+    return ask, decode.tokens
+
+
+async def _ranks(engine: Engine) -> set[str]:
+    tables = (await integrity(engine))["tables"]
+    return {name.split("_")[0] for name in tables if name.startswith("rank")}
+
+
+@pytest.mark.parametrize(("mode", "prefill", "decode"), SIZES)
+async def test_sizes(
+    room: EngineRoom,
+    client: Client,
+    answers: References,
+    mode: Mode,
+    prefill: str,
+    decode: str,
+) -> None:
+    pair = room.pair(mode, f"{mode}-prefill{prefill}", f"{mode}-decode{decode}")
+
+    got = [await _hand_off(client, pair, mode, p) for p in ranks_prompts()]
+    # All at a time, the prefixes cached; through the router.
+    again = await client.answers(pair.router, [ask for ask, _ in got], len(got))
+    (*_, longest) = ranks_prompts()
+    reply = await client.post(pair.router, several(Ask(longest), 2))
+
+    assert answers.problems([*got, *again]) == []
+    assert answers.problems((Ask(longest), one) for one in reply.choices) == []
+    for engine, size in ((pair.prefill, prefill), (pair.decode, decode)):
+        assert len(await _ranks(engine)) == (2 if size else 1)
+    await assert_clean(client, pair)
+
+    leaving = asyncio.create_task(client.post(pair.router, completion(Ask(longest))))
+    await asyncio.sleep(0.2)
+    leaving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await leaving
+    await assert_clean(client, pair)
