@@ -151,10 +151,15 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
 
 def _of_ranks(config: EngineConfig, kind: str, size: int, trace: Path) -> EngineConfig:
     """An engine of several worker processes, which nap where they would spin."""
-    option = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size"}[kind]
+    more = [f"--tensor-parallel-size={size}"]
+    if kind == "pp":
+        # The base's later stages lack a buffer on CPU that its warm-up makes, which
+        # --enforce-eager leaves out; tracing compiles nothing.
+        more = [f"--pipeline-parallel-size={size}", "-cc.mode=2", "-cc.backend=eager"]
     return replace(
         config,
-        extra_arguments=(*config.extra_arguments, f"{option}={size}"),
+        enforce_eager=kind != "pp",
+        extra_arguments=(*config.extra_arguments, *more),
         environment=MappingProxyType(
             {
                 "PYTHONPATH": str(_PROBE),

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
 from handoff_client import (
+    NUDGE_EVERY_S,
     Client,
     assert_clean,
     completion,
@@ -54,8 +56,8 @@ async def _hand_off(
     transfer_id = new_transfer_id()
     ask = Ask(prompt)
     _, decode = await client.hand_off(pair, mode, completion(ask), transfer_id)
-    taken = await wait_handoff(pair.decode, transfer_id)
-    given = await wait_handoff(pair.prefill, transfer_id)
+    taken = await _record(client, pair.decode, transfer_id)
+    given = await _record(client, pair.prefill, transfer_id)
     outcomes, tokens = ("served", "received"), len(prompt)
     if len(prompt) == 1:
         # Every decode rank says so, and counts for its part of one receiver.
@@ -66,6 +68,14 @@ async def _hand_off(
     # All heads of all layers, each once, over all ranks.
     assert taken["bytes"] == blocks * BLOCK_BYTES, taken
     return ask, decode.tokens
+
+
+async def _record(client: Client, engine: Engine, transfer_id: str) -> dict[str, Any]:
+    """What became of it; an engine that sleeps meanwhile hears of it by a request."""
+    waiting = asyncio.create_task(wait_handoff(engine, transfer_id))
+    while not (await asyncio.wait([waiting], timeout=NUDGE_EVERY_S))[0]:
+        await client.nudge(engine)
+    return await waiting
 
 
 async def _ranks(engine: Engine) -> set[str]:
