@@ -117,6 +117,18 @@ def test_a_successor_at_the_same_address_of_the_same_host_is_proof(
     assert found == [known.name]
 
 
+def test_the_first_rank_of_a_smaller_successor_is_proof_for_all(known: Known) -> None:
+    known.peer.addresses = {HERE}
+    known.peer.info = msgspec.structs.replace(
+        known.theirs.info, tp_rank=1, tp_size=2, pp_size=2
+    )
+    for place in ({}, {"tp_rank": 0, "tp_size": 2}, {"tp_rank": 1, "tp_size": 2}):
+        found = known.peers.superseded_by(known.successor(**place), HERE)
+        assert found == ([] if place.get("tp_rank") == 0 else [known.name])
+    second = known.successor(tp_rank=0, tp_size=1, pp_rank=1, pp_size=2)
+    assert known.peers.superseded_by(second, HERE) == []
+
+
 def test_an_agent_told_of_at_several_addresses_has_no_successor_there(
     known: Known,
 ) -> None:

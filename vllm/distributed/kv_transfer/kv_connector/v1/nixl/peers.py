@@ -65,6 +65,14 @@ class Peer:
     prepared: dict[tuple[bool, int], Prepared] = field(default_factory=dict)
 
 
+def _takes_the_place(new: RankInfo, old: RankInfo) -> bool:
+    """Whether a rank stands where another did; the first, for all that are no more."""
+    if (new.tp_rank, new.pp_rank) == (old.tp_rank, old.pp_rank):
+        return True
+    is_first = (new.tp_rank, new.pp_rank) == (0, 0)
+    return is_first and (old.tp_rank >= new.tp_size or old.pp_rank >= new.pp_size)
+
+
 class PeerDirectory:
     """Known peers by agent name.
 
@@ -215,7 +223,7 @@ class PeerDirectory:
             name
             for name, peer in self._peers.items()
             if name != info.agent_name
-            and (peer.info.tp_rank, peer.info.pp_rank) == (info.tp_rank, info.pp_rank)
+            and _takes_the_place(info, peer.info)
             and (
                 (
                     peer.info.engine_id == info.engine_id
