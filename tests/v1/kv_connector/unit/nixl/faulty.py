@@ -88,11 +88,13 @@ class ServesTheLastRankOnly(SenderTable):
 class ConfirmsAnyRead(SenderTable):
     """Says yes to a READ without a look at its lease."""
 
-    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+    def read_done(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int = 1
+    ) -> list[Action]:
         yes = Send(peer, ReadConfirmed(msg.registration_id, ok=True))
         return [
             yes if isinstance(action, Send) else action
-            for action in super().read_done(peer, msg, now)
+            for action in super().read_done(peer, msg, now, readers)
         ]
 
 
@@ -143,25 +145,29 @@ class TrustsTheGrant(ReceiverTable):
 class ConfirmsOtherBlocks(SenderTable):
     """Says yes to a READ of that generation without a look at what was read."""
 
-    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
-        found = self._handoffs.claim(msg.registration_id, peer)
+    def read_done(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int = 1
+    ) -> list[Action]:
+        found = self._handoffs.claim((peer, msg.registration_id))
         offer = None if found is None else found[0].offer
         if found is not None and offer is not None:
             wanted = found[1].want.block_range(self._block_size)
             blocks = [group[wanted.start : wanted.stop] for group in offer.blocks]
             msg = msgspec.structs.replace(msg, blocks=blocks_digest(blocks))
-        return super().read_done(peer, msg, now)
+        return super().read_done(peer, msg, now, readers)
 
 
 class ConfirmsAnyGeneration(SenderTable):
     """Says yes to a READ of the right blocks, whenever they were read."""
 
-    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
-        found = self._handoffs.claim(msg.registration_id, peer)
+    def read_done(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int = 1
+    ) -> list[Action]:
+        found = self._handoffs.claim((peer, msg.registration_id))
         offer = None if found is None else found[0].offer
         if offer is not None:
             msg = msgspec.structs.replace(msg, generation=offer.generation)
-        return super().read_done(peer, msg, now)
+        return super().read_done(peer, msg, now, readers)
 
 
 class ClosesUnderReaders(KeptTable):

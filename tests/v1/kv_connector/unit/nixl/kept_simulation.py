@@ -52,7 +52,9 @@ class Lender(SenderTable):
     ) -> list[Action]:
         return self.kept.lease_request(peer, msg, now)
 
-    def read_done(self, peer: AgentName, msg: ReadDone, now: float) -> list[Action]:
+    def read_done(
+        self, peer: AgentName, msg: ReadDone, now: float, readers: int = 1
+    ) -> list[Action]:
         return self.kept.read_done(peer, msg, now)
 
     def cancel(

@@ -32,7 +32,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Refused,
     Register,
     Want,
+    blocks_digest,
     pack_blocks,
+    unpack_blocks,
 )
 
 LEASE = 30.0
@@ -119,7 +121,8 @@ def test_reads_count_when_all_ranks_have_read() -> None:
         )
         assert to == rank
         assert isinstance(granted, LeaseGranted)
-    done = ReadDone(R, T, 1, True)
+    blocks = [unpack_blocks(group) for group in granted.blocks]
+    done = ReadDone(R, T, 1, True, WANT, blocks_digest(blocks))
     assert _closed(table.read_done(D0, done, 2)) == []
     actions = table.read_done(D1, done, 3)
     assert _sent(actions) == [(D1, ReadConfirmed(R, True))]
