@@ -59,6 +59,8 @@ class Cache:
         return done
 
     def keep_new(self, turn: TransferId, count: int, now: float = 0.0) -> bool:
+        # As for a request that waits.
+        self.pins.make_room(count)
         held = allocate(self.pool, count)
         done = self.keep(turn, held, now)
         free(self.pool, held)

@@ -195,6 +195,7 @@ class Simulation(GroundTruth):
 
     def restart(self) -> None:
         """The prefill engine is another one, which knows of nothing."""
+        self.disturbed = True
         for name in self.senders:
             self.senders[name] = self._sender(LEASE, BLOCK)
         self.network = [e for e in self.network if e.target not in self.senders]
@@ -234,6 +235,7 @@ class Simulation(GroundTruth):
         blocks = free[:count]
         del free[:count]
         first = first_block * BLOCK
+        self.disturbed |= hint is not None and hint is not self.told.get(transfer_id)
         request = ReceiveRequest(
             registration_id,
             called or transfer_id,
