@@ -140,6 +140,10 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             return _of_ranks(replace(base, transfer_config=own), kind, int(size), trace)
         case ["turns"]:
             return _conversing(replace(base, transfer_config=own), role)
+        case ["turns", ("tp" | "pp") as kind, size]:
+            both = {**own, "kv_role": "kv_both"}
+            talking = _conversing(replace(base, transfer_config=both), role)
+            return _of_ranks(talking, kind, int(size), trace)
         case ["noisy"]:
             return replace(
                 base,
@@ -162,6 +166,7 @@ def _of_ranks(config: EngineConfig, kind: str, size: int, trace: Path) -> Engine
         extra_arguments=(*config.extra_arguments, *more),
         environment=MappingProxyType(
             {
+                **config.environment,
                 "PYTHONPATH": str(_PROBE),
                 FOLDER_VARIABLE: str(trace.parent),
                 SPIN_VARIABLE: SPIN_S,
@@ -239,7 +244,7 @@ class EngineRoom:
         if self._router is None or self._router[0] != key:
             self._stop_router()
             name = self._log_name(f"{mode}-router")
-            multiturn = prefill.endswith("-turns")
+            multiturn = "-turns" in prefill
             router = Router(
                 name, mode, [first], [second], self.log_dir, multiturn=multiturn
             )

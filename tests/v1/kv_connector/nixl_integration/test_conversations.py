@@ -7,31 +7,25 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from handoff_client import (
     CLEAN_TIMEOUT_S,
-    COMPLETIONS,
     POLL_S,
-    Body,
     Client,
     assert_clean,
     completion,
-    decode_params,
-    handoffs,
     integrity,
     new_transfer_id,
-    prefill_params,
     side_channel_address,
     wait_handoff,
 )
 from handoff_cpu import LIMIT, idle_workers
 from handoff_engines import BLOCK_SIZE, EngineRoom
-from handoff_workload import MAX_TOKENS, Ask, References, Tokens, conversations, words
+from handoff_turns import Talk, forget, reading, take_turn
+from handoff_workload import MAX_TOKENS, Ask, References, conversations, words
 from pd_launcher import Engine, Mode, Pair
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
@@ -50,14 +44,6 @@ THRESHOLD = 64
 QUESTION_S = 5.0
 
 
-@dataclass
-class Talk:
-    """What a router remembers of one conversation."""
-
-    last: str | None = None
-    turns: list[str] = field(default_factory=list)
-
-
 @pytest_asyncio.fixture
 async def pair(
     room: EngineRoom, references: References, mode: Mode, client: Client
@@ -65,89 +51,8 @@ async def pair(
     """Two engines that keep conversations, and hold nothing once that is dropped."""
     running = room.pair(mode, f"{mode}-prefill-turns", f"{mode}-decode-turns")
     yield running
-    await _forget(client, running.decode)
+    await forget(client, running.decode)
     await assert_clean(client, running)
-
-
-async def _forget(client: Client, engine: Engine) -> None:
-    """Let an engine drop all that it keeps."""
-    deadline = time.monotonic() + CLEAN_TIMEOUT_S
-    while True:
-        reply = await client.post(engine, {}, "/reset_prefix_cache")
-        assert reply.status == 200, reply
-        document = await integrity(engine)
-        if not document["pins"]["retained"]:
-            return
-        assert time.monotonic() < deadline, document
-        await client.nudge(engine)
-        await asyncio.sleep(POLL_S)
-
-
-async def _turn(
-    client: Client,
-    pair: Pair,
-    mode: Mode,
-    talk: Talk,
-    prompt: Tokens,
-    *,
-    stream: bool = False,
-    retain: bool = True,
-) -> Tokens:
-    """Do what a multi-turn router does for one turn."""
-    transfer_id = new_transfer_id()
-    body = completion(Ask(prompt))
-    earlier: Body = {}
-    if talk.last is not None:
-        host, port = side_channel_address(pair.decode)
-        earlier = {
-            "retained_transfer_id": talk.last,
-            "remote_host": host,
-            "remote_port": port,
-        }
-    first = {
-        **body,
-        "max_tokens": 1,
-        "kv_transfer_params": {**prefill_params(transfer_id), **earlier},
-    }
-    params: Body = decode_params(transfer_id, pair.prefill)
-    if talk.last is not None:
-        params["release_transfer_id"] = talk.last
-    if not retain:
-        params["retain"] = False
-    second: Body = {**body, "kv_transfer_params": params}
-    if mode == "push":
-        prefill, answer = await asyncio.gather(
-            client.post(pair.prefill, first),
-            _decode(client, pair.decode, second, stream),
-        )
-        assert prefill.status == 200, prefill
-    else:
-        prefill = await client.post(pair.prefill, first)
-        assert prefill.status == 200, prefill
-        params.update(prefill.body["kv_transfer_params"])
-        answer = await _decode(client, pair.decode, second, stream)
-    if retain:
-        talk.last = transfer_id
-    talk.turns.append(transfer_id)
-    return answer
-
-
-async def _decode(client: Client, engine: Engine, body: Body, stream: bool) -> Tokens:
-    if stream:
-        return words(await client.stream(engine, body, COMPLETIONS))
-    return (await client.post(engine, body)).tokens
-
-
-async def _read(pair: Pair, transfer_id: str | None) -> dict[str, Any]:
-    """P's record of what it read of a turn."""
-    assert transfer_id is not None
-    found = [
-        record
-        for record in await handoffs(pair.prefill, transfer_id)
-        if record["role"] == "reader"
-    ]
-    assert found, f"{transfer_id} was not asked for"
-    return found[-1]
 
 
 async def _computed(client: Client, engine: Engine, least: float = 0.0) -> float:
@@ -177,7 +82,7 @@ async def test_every_turn_is_right_and_computes_what_is_new(
         earlier = talk.last
         before = await _computed(client, pair.prefill)
 
-        answer = await _turn(
+        answer = await take_turn(
             client, pair, mode, talk, prompt, stream=conversation == "streamed"
         )
 
@@ -186,7 +91,7 @@ async def test_every_turn_is_right_and_computes_what_is_new(
         assert taken["outcome"] == "received", taken
         read = 0
         if earlier is not None:
-            record = await _read(pair, earlier)
+            record = await reading(pair, earlier)
             assert record["outcome"] == "read", record
             # All but the token that was sampled last.
             assert record["tokens"] == known - 1, record
@@ -204,16 +109,16 @@ async def test_an_edited_history_is_read_as_far_as_it_is_the_same(
 ) -> None:
     first, second, _ = references.turns("edited")
     talk = Talk()
-    await _turn(client, pair, mode, talk, first)
+    await take_turn(client, pair, mode, talk, first)
     earlier = talk.last
     # The client has cut the answer out, and a reasoning model's thoughts with it.
     edited = first + second[len(first) + MAX_TOKENS :]
     right = (await client.post(pair.decode, completion(Ask(edited)))).tokens
 
-    answer = await _turn(client, pair, mode, talk, edited)
+    answer = await take_turn(client, pair, mode, talk, edited)
 
     assert answer == right
-    record = await _read(pair, earlier)
+    record = await reading(pair, earlier)
     assert record["tokens"] == len(first) // BLOCK_SIZE * BLOCK_SIZE, record
 
 
@@ -222,7 +127,7 @@ async def test_what_is_gone_is_computed(
 ) -> None:
     first, second, third = references.turns("restarted")
     talk = Talk()
-    await _turn(client, pair, mode, talk, first)
+    await take_turn(client, pair, mode, talk, first)
     earlier = talk.last
     assert earlier is not None
     reply = await asyncio.to_thread(
@@ -234,14 +139,16 @@ async def test_what_is_gone_is_computed(
     assert isinstance(reply, Report)
     await client.nudge(pair.decode)
 
-    answer = await _turn(client, pair, mode, talk, second)
+    answer = await take_turn(client, pair, mode, talk, second)
 
     assert answer == references.expected(second)
-    record = await _read(pair, earlier)
+    record = await reading(pair, earlier)
     assert (record["outcome"], record["tokens"]) == ("missed", 0), record
     # The turn that was computed anew is kept again.
-    assert (await _turn(client, pair, mode, talk, third)) == references.expected(third)
-    assert (await _read(pair, talk.turns[-2]))["outcome"] == "read"
+    assert (await take_turn(client, pair, mode, talk, third)) == references.expected(
+        third
+    )
+    assert (await reading(pair, talk.turns[-2]))["outcome"] == "read"
 
 
 async def test_a_few_tokens_are_not_worth_reading(
@@ -254,13 +161,13 @@ async def test_a_few_tokens_are_not_worth_reading(
     ):
         talk = Talk()
         short = prompt[:length]
-        answer = await _turn(client, pair, mode, talk, short)
+        answer = await take_turn(client, pair, mode, talk, short)
         earlier = talk.last
         longer = short + answer + prompt[100:130]
         right = (await client.post(pair.decode, completion(Ask(longer)))).tokens
 
-        assert await _turn(client, pair, mode, talk, longer) == right
-        record = await _read(pair, earlier)
+        assert await take_turn(client, pair, mode, talk, longer) == right
+        record = await reading(pair, earlier)
         assert record["outcome"] == outcome, record
 
 
@@ -282,7 +189,7 @@ async def test_a_whole_answer_says_where_its_kv_is(
     )
 
     assert reply.tokens == references.expected(second, 1)
-    assert (await _read(pair, transfer_id))["outcome"] == "read"
+    assert (await reading(pair, transfer_id))["outcome"] == "read"
 
 
 async def test_a_router_remembers_conversations(
@@ -321,7 +228,7 @@ async def test_a_crowd_that_does_not_fit(
         talk = Talk()
         problems: list[str] = []
         for prompt in references.turns(name):
-            answer = await _turn(client, pair, mode, talk, prompt)
+            answer = await take_turn(client, pair, mode, talk, prompt)
             problem = references.check(Ask(prompt), answer)
             problems += [] if problem is None else [problem]
         return problems
@@ -344,7 +251,7 @@ async def test_an_engine_that_keeps_sleeps(
 ) -> None:
     (prompt, *_) = references.turns("whole")
     talk = Talk()
-    await _turn(client, pair, mode, talk, prompt)
+    await take_turn(client, pair, mode, talk, prompt)
     assert talk.last is not None
     (worker,) = await idle_workers(pair.decode)
     assert worker < LIMIT

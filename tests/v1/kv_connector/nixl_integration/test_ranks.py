@@ -20,6 +20,7 @@ from handoff_client import (
     wait_handoff,
 )
 from handoff_engines import BLOCK_BYTES, BLOCK_SIZE, EngineRoom
+from handoff_turns import Talk, forget, reading, take_turn
 from handoff_workload import (
     Ask,
     References,
@@ -111,4 +112,41 @@ async def test_sizes(
     leaving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await leaving
+    await assert_clean(client, pair)
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode"),
+    [
+        ("push", "-tp-2", ""),
+        ("pull", "", "-tp-2"),
+        ("push", "-pp-2", ""),
+    ],
+)
+async def test_kept_turns_are_read_back(
+    room: EngineRoom,
+    client: Client,
+    answers: References,
+    mode: Mode,
+    prefill: str,
+    decode: str,
+) -> None:
+    pair = room.pair(
+        mode, f"{mode}-prefill-turns{prefill}", f"{mode}-decode-turns{decode}"
+    )
+    talk = Talk()
+    prompt = next(p for p in ranks_prompts() if len(p) == 600)
+    history = prompt
+    for more in (0, 70, 90):
+        history += prompt[:more]
+        answer = await take_turn(client, pair, mode, talk, history)
+        answers.answers |= answers_without_engine([history])
+        assert answers.problems([(Ask(history), answer)]) == []
+        history += answer
+    for turn in talk.turns[:-1]:
+        read = await reading(pair, turn)
+        assert read["outcome"] == "read", read
+        assert read["bytes"] >= read["tokens"] // BLOCK_SIZE * BLOCK_BYTES, read
+    await forget(client, pair.decode)
     await assert_clean(client, pair)
