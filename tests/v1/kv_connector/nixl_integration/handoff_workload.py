@@ -109,9 +109,12 @@ RANKS = (1, 31, 64, 100, 600, 1300)
 """Lengths of the prompts for engines of several ranks, which are slow here."""
 
 
-def ranks_prompts() -> tuple[Tokens, ...]:
-    """Prompts for engines of several ranks; no single engine is asked for answers."""
-    rng = random.Random("ranks")
+def ranks_prompts(case: str) -> tuple[Tokens, ...]:
+    """Prompts for engines of several ranks, unknown to the caches in each case.
+
+    No single engine is asked for the answers.
+    """
+    rng = random.Random(f"ranks {case}")
     return tuple(tuple(random_prompt(n, rng, SPEC)) for n in RANKS)
 
 
@@ -125,13 +128,18 @@ def answers_without_engine(
     model = AutoModelForCausalLM.from_pretrained(tiny_model(SPEC), dtype=torch.float32)
     answers: dict[Tokens, Tokens] = {}
     for prompt in prompts:
-        tokens = list(prompt)
+        answer: list[int] = []
+        following, known = list(prompt), None
         with torch.inference_mode():
             for _ in range(max_tokens):
-                logits = model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1]
+                step = model(
+                    torch.tensor([following]), past_key_values=known, logits_to_keep=1
+                )
+                logits, known = step.logits[0, -1], step.past_key_values
                 logits[: len(SPECIAL_TOKENS)] = float("-inf")
-                tokens.append(int(logits.argmax()))
-        answers[prompt] = tuple(tokens[len(prompt) :])
+                answer.append(int(logits.argmax()))
+                following = answer[-1:]
+        answers[prompt] = tuple(answer)
     return answers
 
 

@@ -20,7 +20,6 @@ from v1.kv_connector.unit.nixl.faulty import (
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
-    ServesTheFirstRankOnly,
     ServesTheLastRankOnly,
     TrustsTheGrant,
     TrustsTheHint,
@@ -335,10 +334,6 @@ class RetractsUnderWritesMachine(SmallMachine):
         self._take_one(preempted, pick)
 
 
-class ServesTheFirstReaderOnlyMachine(CalmPullMachine):
-    sender = ServesTheFirstRankOnly
-
-
 class ServesTheLastRankOnlyMachine(HandoffMachine):
     sender = ServesTheLastRankOnly
 
@@ -361,7 +356,6 @@ class TrustsTheGrantMachine(PullMachine):
         QuietOnTimeoutMachine,
         TrustsTheLastPieceMachine,
         RetractsUnderWritesMachine,
-        ServesTheFirstReaderOnlyMachine,
         ServesTheLastRankOnlyMachine,
     ],
 )
