@@ -39,7 +39,8 @@ _STAGES = (
     ("test_mismatch_mode", ""),
     ("", "pull"),
     ("test_corruption", "pull"),
-    ("test_mismatch_blocks", ""),
+    ("test_block_sizes", "push"),
+    ("test_block_sizes", "pull"),
 )
 
 

@@ -170,7 +170,7 @@ def test_blocks_and_positions_are_registered_in_the_step_that_allocates(
     side.park(computed=16)
     wanted = side.receive.complete()
     digest = prompt_digest(side.request.prompt_token_ids)
-    assert wanted.want == Want(40, 16, 24, digest)
+    assert wanted.want == Want(40, 16, 24, digest, BLOCK)
     assert wanted.blocks[0].tolist() == side.held.get_block_ids()[0][1:]
     assert (wanted.transfer_id, wanted.timeout) == (T, TIMEOUT)
     assert side.receive.address == HERE
@@ -385,7 +385,7 @@ def test_a_quarantine_is_logged_once(
 
 # ---- where the KV is said to lie
 
-SAID = Whereabouts(7, ((5, 6, 9, 4),))
+SAID = Whereabouts(7, ((5, 6, 9),))
 
 
 def _parked(params: DecodeParams, mode: Mode = Mode.PULL, computed: int = 0) -> Side:
@@ -416,7 +416,13 @@ def test_what_is_said_of_the_wanted_blocks_is_a_hint(
 
 
 @pytest.mark.parametrize(
-    "said", [None, Whereabouts(7, ((5, 6),)), Whereabouts(7, ((5, 6, 9), (1, 2, 3)))]
+    "said",
+    [
+        None,
+        Whereabouts(7, ((5, 6),)),
+        Whereabouts(7, ((5, 6, 9), (1, 2, 3))),
+        Whereabouts(7, ((5, 6, 9, 4),)),
+    ],
 )
 def test_without_a_block_for_each_position_of_one_group_there_is_no_hint(
     said: Whereabouts | None,

@@ -87,7 +87,7 @@ def test_what_is_kept_is_read(side: Side, keeper: Keeper) -> None:
     wanted = order.complete()
     assert order.address == keeper.address
     assert (wanted.transfer_id, wanted.mode) == (NAME, Mode.PULL)
-    assert wanted.want == Want(SHARED, 0, SHARED, b"")
+    assert wanted.want == Want(SHARED, 0, SHARED, b"", BLOCK)
     assert wanted.blocks[0].tolist() == side.cache.table(side.request)[0]
     side.loads.received(0, Received(wanted.registration_id, SHARED, SIZE, 0.1))
     assert side.completed() == {"p"}
@@ -105,7 +105,7 @@ def test_only_what_this_engine_lacks_is_read(keeper: Keeper) -> None:
     side.cache.manager.free(before)
     assert side.known() == SHARED - 3 * BLOCK
     wanted = side.park().complete()
-    assert wanted.want == Want(SHARED, 3 * BLOCK, SHARED - 3 * BLOCK, b"")
+    assert wanted.want == Want(SHARED, 3 * BLOCK, SHARED - 3 * BLOCK, b"", BLOCK)
     assert wanted.blocks[0].tolist() == side.cache.table(side.request)[0][3:]
     side.close()
 

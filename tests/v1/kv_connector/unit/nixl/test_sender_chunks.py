@@ -320,3 +320,48 @@ def test_a_chunk_of_a_preempted_prompt_that_comes_late_is_dropped(
 def test_a_retraction_of_what_is_over_is_confirmed(table: SenderTable) -> None:
     table.withdraw(T, "aborted", 1)
     assert table.retract(T, 1) == [Report(Retracted(T, 1))]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "first", "blocks", "moves"),
+    [
+        (
+            8,
+            0,
+            [30, 31],
+            [([10], [30]), ([11, 12], [30, 31]), ([13], [31])],
+        ),
+        (
+            2,
+            2,
+            [41, 42, 43, 44, 45, 46],
+            [([10], [41]), ([11, 12], [42, 43, 44, 45]), ([13], [46])],
+        ),
+    ],
+)
+def test_chunks_go_into_blocks_of_another_size(
+    table: SenderTable,
+    block_size: int,
+    first: int,
+    blocks: list[int],
+    moves: list[tuple[list[int], list[int]]],
+) -> None:
+    want = Want(PROMPT, first, PROMPT - first, b"digest", block_size)
+    table.register(D, Register(T, R, want, (pack_blocks(blocks),)), 0)
+    found = []
+    for chunk in ((0, 1), (1, 3), (3, 4)):
+        actions = table.offer(_offer(*chunk), 1)
+        found += [(here, there) for _, _, here, there in _moves(actions)]
+    assert found == moves
+
+
+def test_tokens_begin_with_a_block_of_the_smaller_size(table: SenderTable) -> None:
+    table.expect(T, 2, (), 0)
+    table.offer(_offer(0, 4), 1)
+    want = Want(PROMPT, 3, PROMPT - 3, b"digest", 2)
+    (refused,) = _sent(table.lease_request(D, LeaseRequest(T, R, want), 2))
+    assert isinstance(refused, Refused)
+    want = Want(PROMPT, 2, PROMPT - 2, b"digest", 2)
+    (granted,) = _sent(table.lease_request(D, LeaseRequest(T, S, want), 2))
+    assert isinstance(granted, LeaseGranted)
+    assert (granted.block_size, len(granted.blocks[0])) == (BLOCK, 4 * len(TABLE))

@@ -145,13 +145,15 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     """The part of a prompt's KV that a decode rank lacks.
 
     ``digest`` names the prompt's token ids (empty where there are none, as with
-    prompt embeddings); positions are tokens from the start of the prompt.
+    prompt embeddings); positions are tokens from the start of the prompt. The rank's
+    blocks have ``block_size`` tokens; 0: as many as those of who is told.
     """
 
     prompt_tokens: Count
     first_token: Count
     num_tokens: Count
     digest: Digest
+    block_size: Count = 0
 
     @property
     def end(self) -> int:
@@ -199,13 +201,15 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
     """P → D (pull): these blocks hold it, for ``seconds`` from now on.
 
-    ``blocks`` is aligned with the request's ``want`` as in :class:`Register`.
+    ``blocks`` is aligned with the request's ``want`` as in :class:`Register`; they
+    have ``block_size`` tokens, 0: as many as the reader's.
     """
 
     registration_id: Registration
     generation: Generation
     seconds: float
     blocks: tuple[bytes, ...]
+    block_size: Count = 0
 
 
 class Done(_Message, frozen=True, tag="done"):

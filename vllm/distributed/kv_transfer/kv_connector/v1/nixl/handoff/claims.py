@@ -206,6 +206,7 @@ def grant(
         offer.generation,
         seconds,
         tuple(pack_blocks(group) for group in _blocks_of(offer, want, block_size)),
+        block_size,
     )
 
 
@@ -251,8 +252,9 @@ def _write(
     want, begin, chunk = claim.want, claim.written_to[part], claim.chunks
     tokens = Want(want.prompt_tokens, begin, end - begin, b"")
     here = tokens.block_range(block_size)
-    first = want.first_token // block_size
-    there = slice(here.start - first, here.stop - first)
+    of_theirs = want.block_size or block_size
+    first, wanted = want.first_token // of_theirs, tokens.block_range(of_theirs)
+    there = slice(wanted.start - first, wanted.stop - first)
     claim.state = ClaimState.WRITING
     claim.chunks += 1
     claim.written_to[part] = end
@@ -287,11 +289,15 @@ def answer_to_written(handoff: Handoff, claim: Claim) -> Answer | None:
 
 
 def is_part(want: Want, offer: Offer, block_size: int) -> bool:
-    """Whether ``want`` is a block-aligned part of what ``offer`` holds."""
+    """Whether ``want`` is a part of what ``offer`` holds, and begins with a block.
+
+    With unequal block sizes that is a block of the smaller ones.
+    """
+    smaller = min(want.block_size or block_size, block_size)
     return (
         want.first_token >= 0
         and want.num_tokens >= 1
-        and want.first_token % block_size == 0
+        and want.first_token % smaller == 0
         and want.end <= offer.prompt_tokens
     )
 
@@ -312,7 +318,7 @@ def unfit(offer: Offer, claim: Claim, block_size: int) -> str | None:
             f"part of a prompt of {offer.prompt_tokens}"
         )
     if claim.blocks is not None:
-        count = len(want.block_range(block_size))
+        count = len(want.block_range(want.block_size or block_size))
         sizes = [len(group) for group in claim.blocks]
         if sizes != [count] * len(offer.blocks):
             return f"{sizes} blocks registered, {count} per group needed"

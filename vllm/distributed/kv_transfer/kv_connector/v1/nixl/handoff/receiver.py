@@ -184,6 +184,9 @@ class ReceiverTable:
         except WireError as error:
             return self._fail(attempt, FailureKind.LEASE, str(error), now)
         wanted = [len(group) for group in attempt.request.blocks]
+        if msg.block_size:
+            count = len(attempt.request.want.block_range(msg.block_size))
+            wanted = [count] * len(wanted)
         if [len(group) for group in remote] != wanted:
             return self._fail(
                 attempt,

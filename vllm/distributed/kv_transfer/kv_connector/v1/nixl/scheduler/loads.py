@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from vllm.logger import init_logger
@@ -160,6 +161,7 @@ class Loads:
         ``digest`` is that of ``want``, where it has none yet; ``whereabouts`` is where
         that side is said to have it.
         """
+        want = msgspec.structs.replace(want, block_size=self._block_size)
         wanted = want.block_range(self._block_size)
         blocks = Later(functools.partial(_listed, table, wanted))
         count = len(wanted) * len(table)
@@ -184,7 +186,7 @@ class Loads:
                     (),
                     purpose.timeout,
                     purpose.mode,
-                    _hint(whereabouts, wanted),
+                    _hint(whereabouts, want),
                 ),
                 address,
                 digest,
@@ -387,16 +389,17 @@ def _listed(table: Sequence[Sequence[Block]], wanted: range) -> tuple[BlockArray
     return block_ids([group[wanted.start : wanted.stop] for group in table])
 
 
-def _hint(whereabouts: Whereabouts | None, wanted: range) -> Hint | None:
-    """What is known of the blocks at the ``wanted`` positions.
+def _hint(whereabouts: Whereabouts | None, want: Want) -> Hint | None:
+    """What is known of the blocks that hold the wanted tokens.
 
     Nothing where there are several groups, whose tables need not be the same when the
-    other side leases them.
+    other side leases them, or where its blocks may be of another size.
     """
     if whereabouts is None or len(whereabouts.blocks) != 1:
         return None
     (blocks,) = whereabouts.blocks
-    if len(blocks) < wanted.stop:
+    wanted = want.block_range(want.block_size)
+    if len(blocks) != -(-want.prompt_tokens // want.block_size):
         return None
     return Hint(
         whereabouts.generation,
