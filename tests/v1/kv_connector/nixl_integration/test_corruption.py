@@ -8,6 +8,7 @@ import pytest
 from handoff_client import Client, assert_clean, completion, new_transfer_id
 from handoff_engines import EngineRoom
 from handoff_workload import Ask, References, fresh
+from modes import PULL_IN_FULL
 from noisy_connector import SPOIL_PREFIX
 from pd_launcher import Mode
 
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
 MOST = 0.9
 
 
+@PULL_IN_FULL
 async def test_spoilt_kv_changes_answers(
     room: EngineRoom, references: References, client: Client, mode: Mode
 ) -> None:

@@ -118,7 +118,7 @@ def _scenarios() -> Iterator[Scenario]:
 
         yield of("fail", "abort", "D")
         yield of("fail", "abort", "P", ("mid_prefill",), full=not push)
-        yield of("fail", "messages", "P", tuple(MESSAGES[mode, "P"]))
+        yield of("fail", "messages", "P", tuple(MESSAGES[mode, "P"]), full=not push)
         yield of("fail", "messages", "D", tuple(MESSAGES[mode, "D"]))
         yield of("fail", "transfers", mover, tuple(transfer_cases(mode)))
         yield of("fail", "refuse", "P", HANDSHAKES["P"], full=not push)
@@ -131,7 +131,7 @@ def _scenarios() -> Iterator[Scenario]:
         yield of("fail", "leave", "P", full=True)
         if push:
             yield of("fail", "careless", "P", ("late_transfer",))
-        yield of("fail", "kill", "P")
+        yield of("fail", "kill", "P", full=not push)
         yield of("fail", "kill", "D", full=not push, then="recompute")
         yield of(
             "recompute", "transfers", mover, tuple(transfer_cases(mode)), full=not push

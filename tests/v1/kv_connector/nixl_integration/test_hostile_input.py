@@ -29,6 +29,7 @@ from handoff_client import (
 )
 from handoff_engines import LEASE_S
 from handoff_workload import Ask, References, fresh, words
+from modes import PULL_IN_FULL
 from pd_launcher import Engine, Mode, Pair
 from v1.kv_connector.unit.nixl.arena import Stranger
 from v1.kv_connector.unit.nixl.hostile import PARAMS, bodies, mutations
@@ -106,6 +107,7 @@ async def _ask(
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
+@PULL_IN_FULL
 async def test_hostile_params(
     client: Client, pair: Pair, mode: Mode, references: References, leg: str
 ) -> None:
@@ -145,6 +147,7 @@ async def test_hostile_params(
     await _still_serves(client, pair, references)
 
 
+@PULL_IN_FULL
 async def test_hostile_side_channel(
     client: Client, pair: Pair, references: References
 ) -> None:
@@ -176,6 +179,7 @@ def _pester(address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
+@PULL_IN_FULL
 async def test_hostile_agent(
     client: Client, pair: Pair, mode: Mode, references: References, known: bool
 ) -> None:

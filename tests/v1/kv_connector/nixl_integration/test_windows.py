@@ -13,6 +13,7 @@ import pytest
 from handoff_client import Client, assert_clean, completion, handoffs
 from handoff_engines import BLOCK_BYTES, BLOCK_SIZE, SPEC, WINDOW_SPEC, EngineRoom
 from handoff_workload import Ask
+from modes import PULL_IN_FULL
 from pd_launcher import Mode
 from tiny_model import random_prompt
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
 LENGTHS = (2, 31, 33, 99, 101, 150, 512, 513, 900, 1500)
 
 
-@pytest.mark.parametrize("mode", ["push", pytest.param("pull", marks=pytest.mark.full)])
+@PULL_IN_FULL
 async def test_answers_and_bytes(room: EngineRoom, client: Client, mode: Mode) -> None:
     names = f"{mode}-prefill-windows", f"{mode}-decode-windows"
     pair = room.pair(mode, *names)
