@@ -163,6 +163,6 @@ def _role_and_address(fields: Mapping[str, Any]) -> tuple[Role, Address]:
             f"role is {fields.get('role')!r}; expected prefill or decode", param="role"
         ) from error
     try:
-        return role, Address.parse(str(fields.get("address", "")), "address")
+        return role, Address.parse_worker(str(fields.get("address", "")), "address")
     except ConfigError as error:
         raise RejectedRequest(str(error), param="address") from error

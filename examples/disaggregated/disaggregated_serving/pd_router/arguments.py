@@ -48,8 +48,9 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
             nargs="+",
             action="extend",
             default=[],
-            metavar="HOST:PORT",
-            help=f"{role} engines; repeatable",
+            metavar="HOST:PORT[@RANK]",
+            help=f"{role} engines; repeatable; @RANK is one data-parallel rank behind "
+            "that server",
         )
     if mode is Mode.PUSH:
         _add_push_flags(parser)
@@ -264,7 +265,7 @@ def _add_push_flags(parser: argparse.ArgumentParser) -> None:
     for name, metavar, text in (
         ("engine-id", "ID", "engine id, or auto: decode learns it by handshake"),
         ("kv-host", "HOST", "side-channel host; the default is the worker's host"),
-        ("side-channel-port", "PORT", "side-channel port; default 5600"),
+        ("side-channel-port", "PORT", "side-channel port; default 5600 + @RANK"),
         ("tp-size", "N", "tensor-parallel size; one value may serve all; default 1"),
         ("pp-size", "N", "pipeline-parallel size; one value may serve all; default 1"),
     ):
@@ -278,8 +279,8 @@ def _add_push_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker_specs(mode: Mode, args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
-    prefill = [Address.parse(text, "--prefill") for text in args.prefill]
-    decode = [Address.parse(text, "--decode") for text in args.decode]
+    prefill = [Address.parse_worker(text, "--prefill") for text in args.prefill]
+    decode = [Address.parse_worker(text, "--decode") for text in args.decode]
     asked = _report_addresses(Role.DECODE, args.decode_side_channel, len(decode))
     specs = [
         WorkerSpec(Role.DECODE, address, report_address=report)

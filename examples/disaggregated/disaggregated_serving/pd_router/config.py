@@ -2,7 +2,7 @@
 """Configuration of the routers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,10 +29,31 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker's HTTP server listens."""
+    """Where a worker's HTTP server listens.
+
+    ``dp_rank`` is the data-parallel rank that is meant, where one server has several.
+    """
 
     host: str
     port: int
+    dp_rank: int | None = None
+
+    @classmethod
+    def parse_worker(cls, text: str, flag: str) -> "Address":
+        """Read ``host:port``, or ``host:port@rank`` for a data-parallel rank.
+
+        Raises:
+            ConfigError: the text is not such an address.
+        """
+        bare, at, rank = text.rpartition("@")
+        if not at:
+            return cls.parse(text, flag)
+        if not rank.isdecimal():
+            raise ConfigError(
+                f"{flag} got {text!r}, where {rank!r} is no data-parallel rank; write "
+                "for example 127.0.0.1:8100@0"
+            )
+        return replace(cls.parse(bare, flag), dp_rank=int(rank))
 
     @classmethod
     def parse(cls, text: str, flag: str) -> "Address":
@@ -57,9 +78,15 @@ class Address:
     @property
     def url(self) -> str:
         """Base URL of the worker."""
-        return f"http://{self}"
+        return f"http://{self._server}"
 
     def __str__(self) -> str:
+        return (
+            self._server if self.dp_rank is None else f"{self._server}@{self.dp_rank}"
+        )
+
+    @property
+    def _server(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -161,6 +188,7 @@ def check_workers(workers: Sequence[WorkerSpec], *, need_both: bool) -> None:
             although ``need_both`` is set.
     """
     addresses: dict[Address, Role] = {}
+    servers: dict[Address, Address] = {}
     channels: dict[tuple[str, int], Address] = {}
     for spec in workers:
         if spec.address in addresses:
@@ -169,6 +197,17 @@ def check_workers(workers: Sequence[WorkerSpec], *, need_both: bool) -> None:
                 f"{spec.role}; every engine has one role and is listed once"
             )
         addresses[spec.address] = spec.role
+        server = replace(spec.address, dp_rank=None)
+        first = servers.setdefault(server, spec.address)
+        if first != spec.address and (
+            addresses[first] is not spec.role
+            or None in (first.dp_rank, spec.address.dp_rank)
+        ):
+            raise ConfigError(
+                f"{addresses[first]} {first} and {spec.role} {spec.address} are one "
+                "server; list it once, or once for each of its data-parallel ranks as "
+                f"{server}@0, {server}@1 and so on, with one role"
+            )
         channel = spec.side_channel
         if channel is None:
             continue
@@ -218,7 +257,10 @@ def make_side_channel(
     Raises:
         ConfigError: a port or size is not a number in range.
     """
-    port_text = str(DEFAULT_SIDE_CHANNEL_PORT if port is None else port)
+    if port is None:
+        # Each data-parallel rank of an engine has its own, in their order.
+        port = DEFAULT_SIDE_CHANNEL_PORT + (address.dp_rank or 0)
+    port_text = str(port)
     if not _is_port(port_text):
         raise ConfigError(
             f"--prefill-side-channel-port got {port_text!r}; "

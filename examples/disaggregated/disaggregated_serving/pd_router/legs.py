@@ -54,6 +54,9 @@ _NOT_FORWARDED = frozenset(
     }
 )
 
+DP_RANK_HEADER = "X-data-parallel-rank"
+"""Which data-parallel rank behind its server an engine is to use."""
+
 
 class Failure(Enum):
     """How a leg failed without an HTTP status."""
@@ -345,11 +348,13 @@ class Backend:
     async def _send(
         self, worker: Worker, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
+        rank = worker.address.dp_rank
         return await self._open_session.post(
             worker.address.url + path,
             data=payload,
             headers={
                 **headers,
+                **({} if rank is None else {DP_RANK_HEADER: str(rank)}),
                 "Content-Type": "application/json",
                 # Bytes are passed on as they come and read on the way.
                 "Accept-Encoding": "identity",

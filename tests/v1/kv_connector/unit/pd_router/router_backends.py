@@ -276,11 +276,13 @@ class Cluster:
         decode: Script | Sequence[Script | None],
         *,
         timeouts: Timeouts = FAST,
+        ranks: Mapping[Role, int] | None = None,
         **settings: Any,
     ) -> None:
         """Start engines and router; a script of ``None`` is a dead engine.
 
-        Dead engines pass for healthy until a request finds out.
+        Dead engines pass for healthy until a request finds out. ``ranks`` are the
+        data-parallel ranks that engines of a role are.
         """
         mode = Mode(mode)
         specs = []
@@ -300,7 +302,8 @@ class Cluster:
                 if role is Role.PREFILL and mode is Mode.PUSH:
                     port = 5600 + len(engines) - 1
                     channel = SideChannel("127.0.0.1", port, "engine-p", 2, 1)
-                specs.append(WorkerSpec(role, engine.address, channel))
+                address = replace(engine.address, dp_rank=(ranks or {}).get(role))
+                specs.append(WorkerSpec(role, address, channel))
         config = RouterConfig(
             mode=mode,
             workers=tuple(specs),

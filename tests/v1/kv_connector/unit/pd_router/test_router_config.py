@@ -38,6 +38,17 @@ def test_push_coordinates_default_to_the_worker_and_port_5600() -> None:
     assert config.workers[1].side_channel is None
 
 
+def test_data_parallel_ranks_are_workers_of_one_server() -> None:
+    argv = ["--prefill", "a:1@0", "a:1@1", "--decode", "[::1]:3@2"]
+    *prefill, decode = parse_args(Mode.PUSH, argv).workers
+    assert [(str(w.address), w.address.url) for w in prefill] == [
+        ("a:1@0", "http://a:1"),
+        ("a:1@1", "http://a:1"),
+    ]
+    assert [w.side_channel.port for w in prefill if w.side_channel] == [5600, 5601]
+    assert (str(decode.address), decode.address.dp_rank) == ("[::1]:3@2", 2)
+
+
 def test_push_coordinates_go_to_the_prefill_in_the_same_place() -> None:
     config = parse_args(
         Mode.PUSH,
@@ -81,6 +92,10 @@ def test_too_many_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill", "a:0", "--decode", "c:3"], "'a:0'"),
         (["--prefill", "a:1", "--decode", "a:1"], "a:1 is listed as prefill and as"),
         (["--prefill", "a:1"], "no --decode worker"),
+        (["--prefill", "a:1@x", "--decode", "c:3"], "'x' is no data-parallel rank"),
+        (["--prefill", "a:1@0", "a:1", "--decode", "c:3"], "a:1 are one server"),
+        (["--prefill", "a:1@0", "--decode", "a:1@1"], "decode a:1@1 are one server"),
+        (["--prefill", "a:1@0", "a:1@0", "--decode", "c:3"], "a:1@0 is listed as"),
         (["--decode", "a:1"], "no --prefill worker"),
         (
             ["--prefill", "a:1", "a:2", "--decode", "c:3"],

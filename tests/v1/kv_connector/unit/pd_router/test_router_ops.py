@@ -260,6 +260,16 @@ async def test_adapters_are_served_beside_the_model(cluster: Cluster) -> None:
         assert [seen.body["model"] for seen in engine.seen] == ["a"]
 
 
+async def test_a_data_parallel_rank_is_named_to_its_engine(cluster: Cluster) -> None:
+    await cluster.start("push", answers(), answers(), ranks={Role.PREFILL: 1})
+    assert (await cluster.post({"prompt": "p"})).status == 200
+    (prefill,), (decode,) = cluster.prefill, cluster.decode
+    assert prefill.seen[0].headers["x-data-parallel-rank"] == "1"
+    assert "x-data-parallel-rank" not in decode.seen[0].headers
+    (worker,) = (w for w in cluster.router.workers if w.role is Role.PREFILL)
+    assert str(worker.address).endswith("@1")
+
+
 async def test_without_a_configured_model_bodies_stay(cluster: Cluster) -> None:
     await cluster.start("push", answers(), answers())
     await cluster.post({"prompt": "p"})
