@@ -24,7 +24,8 @@ from v1.kv_connector.unit.nixl.arena import (
     request,
 )
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Agent
+from vllm.distributed import nixl_utils
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Agent, AgentError
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Command,
     Expect,
@@ -43,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     SenderClosed,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    AgentName,
     EngineId,
     Mode,
     TransferId,
@@ -450,3 +452,20 @@ def test_a_buffer_on_the_host_is_refused_at_the_start(
         role._memory_type(config)
     config.kv_transfer_config.kv_buffer_device = "cuda"
     assert role._memory_type(config) == "VRAM"
+
+
+def test_a_backend_without_a_plugin_is_named() -> None:
+    with pytest.raises(AgentError, match=r"\['NO_SUCH'\] could not be created.*UCX"):
+        Agent(AgentName("agent"), ["UCX", "NO_SUCH"], 0, False)
+
+
+def test_a_backend_whose_plugin_does_not_load_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(*_: Any) -> None:
+        raise RuntimeError("NIXL_ERR_NOT_FOUND")
+
+    monkeypatch.setattr(nixl_utils.NixlWrapper, "__init__", cannot)
+    said = r"\['LIBFABRIC'\] could not be created: .*NOT_FOUND.*NIXL_LOG_LEVEL"
+    with pytest.raises(AgentError, match=said):
+        Agent(AgentName("agent"), ["LIBFABRIC"], 0, False)

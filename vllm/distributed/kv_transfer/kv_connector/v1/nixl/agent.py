@@ -29,6 +29,8 @@ _UCX_DEFAULTS = {
 
 _CLOSING_ROUNDS = 10
 
+_WHY_NOT = "NIXL_LOG_LEVEL=INFO shows why a plugin does not load."
+
 
 class AgentError(RuntimeError):
     """NIXL refused a call."""
@@ -84,13 +86,20 @@ class Agent:
             else sync.NIXL_THREAD_SYNC_NONE,
         )
         self.name = name
-        self._agent: Any = self._call(lambda: utils.NixlWrapper(name, config))
+        try:
+            self._agent: Any = self._call(lambda: utils.NixlWrapper(name, config))
+        except AgentError as error:
+            # A plugin that is there and does not load.
+            raise AgentError(
+                f"NIXL backends {list(backends)} could not be created: {error}. "
+                f"{_WHY_NOT}"
+            ) from error
         missing = [b for b in backends if b not in self._agent.backends]
         if missing:
             raise AgentError(
                 f"NIXL backends {missing} could not be created; "
                 f"available plugins: {sorted(self._agent.plugin_list)}. "
-                "NIXL_LOG_LEVEL=INFO shows why a plugin does not load."
+                f"{_WHY_NOT}"
             )
         self._backends = list(backends)
         self._registered: list[Any] = []
