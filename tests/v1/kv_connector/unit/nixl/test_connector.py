@@ -110,6 +110,7 @@ def _make(
     kind: type[NixlBaseConnector] = NixlPushConnector,
     groups: int = 1,
     ranks: tuple[int, int] = (1, 1),
+    replica: int = 0,
     **extra: Any,
 ) -> NixlBaseConnector:
     config = VllmConfig(
@@ -123,6 +124,7 @@ def _make(
     config.cache_config.block_size = BLOCK
     parallel = config.parallel_config
     parallel.pipeline_parallel_size, parallel.tensor_parallel_size = ranks
+    parallel.data_parallel_index = replica
     return kind(config, KVConnectorRole.SCHEDULER, _cache(groups))
 
 
@@ -507,6 +509,26 @@ def test_workers_without_a_pipeline_may_be_told_by_their_rank(port: int) -> None
     reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
     assert isinstance(reply, Ranks)
     assert len(reply.ranks) == 2
+    connector.shutdown()
+
+
+def test_each_data_parallel_rank_has_a_port_of_its_own(
+    port: int, blocks: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port - 3))
+    connector = _make(replica=3)
+    connector.bind_kv_cache_manager(manager(blocks))
+    connector.set_xfer_handshake_metadata({0: NixlHandshakeMetadata(encode(HERE))})
+    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    assert isinstance(reply, Ranks)
+    held = allocate(blocks, 3)
+    prompt = request("r-12345678", params=PREFILL)
+    connector.on_new_request(prompt)
+    _built(connector, step(new=[(prompt, 0, 40)], tables={"r-12345678": held}))
+    prompt.status = prompt.status.FINISHED_LENGTH_CAPPED
+    _, told = connector.request_finished(prompt, held.get_block_ids()[0])
+    assert told is not None
+    assert told["remote_port"] == port
     connector.shutdown()
 
 
