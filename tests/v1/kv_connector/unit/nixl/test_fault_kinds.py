@@ -1,60 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests that the table of fault kinds names are there."""
 
-import ast
-import re
-from functools import cache
-from pathlib import Path
+from v1.kv_connector.unit.nixl.doc_tables import DOCS, exists, named_tests, rows
 
-TESTS = Path(__file__).parents[2]
-PAGE = TESTS.parents[2] / "docs" / "design" / "fault_kinds.md"
+PAGE = DOCS / "design" / "fault_kinds.md"
 COLUMNS = ["kind", "why it cannot happen here", "tests", "reported as"]
-NAMED = re.compile(r"`([^`]*)`")
-
-
-@cache
-def _functions(path: str) -> frozenset[str]:
-    """Names of a file's tests, which is not imported; none if there is no file."""
-    file = TESTS / path
-    if not file.is_file():
-        return frozenset()
-    return frozenset(
-        node.name
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name.startswith("test_")
-    )
-
-
-def _rows(text: str) -> list[list[str]]:
-    """The rows of all tables with a column of tests."""
-    rows: list[list[str]] = []
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            inside = False
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if cells == COLUMNS:
-            inside = True
-        elif inside and not line.startswith("|---"):
-            rows.append(cells)
-    return rows
 
 
 def _problems(text: str) -> list[str]:
     problems: list[str] = []
-    for cells in _rows(text):
+    for cells in rows(text, COLUMNS):
         if len(cells) != len(COLUMNS) or not all(cells):
             problems.append(f"{cells[0]}: {len(cells)} cells, or an empty one")
             continue
-        named = [found for found in NAMED.findall(cells[2]) if ".py" in found]
+        named = named_tests(cells[2])
         if not named:
             problems.append(f"{cells[0]}: no test")
-        for name in named:
-            path, _, function = name.partition("::")
-            if function not in _functions(path):
-                problems.append(f"{cells[0]}: {name} does not exist")
+        problems += [
+            f"{cells[0]}: {name} does not exist" for name in named if not exists(name)
+        ]
     return problems
 
 
@@ -66,7 +30,7 @@ def _planted(tests: str) -> str:
 
 def test_every_test_of_the_table_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    kinds = [cells[0] for cells in _rows(text)]
+    kinds = [cells[0] for cells in rows(text, COLUMNS)]
     assert kinds
     assert len(kinds) == len(set(kinds))
     assert _problems(text) == []

@@ -33,10 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Receive,
     Watch,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import (
-    ConfigError,
-    ConnectorConfig,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConnectorConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Event,
     Offer,
@@ -440,18 +437,6 @@ def test_the_backends_are_named_at_the_start(monkeypatch: pytest.MonkeyPatch) ->
     )
     Engine("named", Mode.PUSH).close()
     assert any("backends UCX" in text for text in said), said
-
-
-def test_a_buffer_on_the_host_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    platform = SimpleNamespace(device_type="cuda", get_nixl_memory_type=lambda: None)
-    monkeypatch.setattr(role, "current_platform", platform)
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device="cpu"))
-    with pytest.raises(ConfigError, match="kv_buffer_device is 'cpu'"):
-        role._memory_type(config)
-    config.kv_transfer_config.kv_buffer_device = "cuda"
-    assert role._memory_type(config) == "VRAM"
 
 
 def test_a_backend_without_a_plugin_is_named() -> None:
