@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from pd_router.config import Role
 from router_backends import (
     DONE,
     Cluster,
