@@ -24,6 +24,7 @@ from pd_processes import (
     LOOPBACK,
     Progress,
     ServerProcess,
+    free_port_range,
     free_ports,
     stop_all,
     wait_all_ready,
@@ -75,6 +76,7 @@ class EngineConfig:
     enforce_eager: bool = True
     prefix_caching: bool = True
     num_gpu_blocks: int | None = None
+    data_parallel_size: int = 1
     transfer_config: Mapping[str, Any] | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     extra_arguments: tuple[str, ...] = ()
@@ -98,6 +100,8 @@ class EngineConfig:
             arguments += ["--num-gpu-blocks-override", str(self.num_gpu_blocks)]
         if self.transfer_config is not None:
             arguments += ["--kv-transfer-config", json.dumps(self.transfer_config)]
+        if self.data_parallel_size > 1:
+            arguments += ["--data-parallel-size", str(self.data_parallel_size)]
         if self.adapters:
             arguments += ["--enable-lora", "--lora-modules"]
             arguments += [f"{name}={path}" for name, path in self.adapters.items()]
@@ -149,7 +153,11 @@ class Engine(ServerProcess):
         log_dir: Path,
         ports: tuple[int, int] | None = None,
     ) -> None:
-        port, self.side_channel_port = ports or free_ports(2)
+        # Each data-parallel rank has a side channel of its own.
+        port, self.side_channel_port = ports or (
+            *free_ports(1),
+            free_port_range(config.data_parallel_size),
+        )
         self.config = config
         environment = {**_DEFAULT_ENVIRONMENT, **os.environ}
         # One host holds several engines, so these cannot come from the user.
@@ -171,6 +179,21 @@ class Engine(ServerProcess):
     def side_channel(self) -> str:
         """``host:port`` of the side channel, which ``kv_integrity`` asks."""
         return f"{LOOPBACK}:{self.side_channel_port}"
+
+    @property
+    def ranks(self) -> list[tuple[str, int]]:
+        """What routers call each data-parallel rank, and its side channel's port."""
+        count = self.config.data_parallel_size
+        if count == 1:
+            return [(self.address, self.side_channel_port)]
+        return [
+            (f"{self.address}@{rank}", self.side_channel_port + rank)
+            for rank in range(count)
+        ]
+
+
+def _side_channels(ranks: list[tuple[str, int]]) -> list[str]:
+    return [f"{LOOPBACK}:{port}" for _, port in ranks]
 
 
 class Router(ServerProcess):
@@ -201,15 +224,17 @@ class Router(ServerProcess):
         command += ["--model", served.served_model_name]
         if served.adapters:
             command += ["--adapter", *served.adapters]
-        command += ["--prefill", *(engine.address for engine in prefill)]
-        command += ["--decode", *(engine.address for engine in decode)]
+        sources = [rank for engine in prefill for rank in engine.ranks]
+        sinks = [rank for engine in decode for rank in engine.ranks]
+        command += ["--prefill", *(address for address, _ in sources)]
+        command += ["--decode", *(address for address, _ in sinks)]
         if mode == "push":
-            command += ["--prefill-kv-host", *(LOOPBACK for _ in prefill)]
-            ports = [str(engine.side_channel_port) for engine in prefill]
+            command += ["--prefill-kv-host", *(LOOPBACK for _ in sources)]
+            ports = [str(port) for _, port in sources]
             command += ["--prefill-side-channel-port", *ports]
         else:
-            command += ["--prefill-side-channel", *(e.side_channel for e in prefill)]
-        command += ["--decode-side-channel", *(e.side_channel for e in decode)]
+            command += ["--prefill-side-channel", *_side_channels(sources)]
+        command += ["--decode-side-channel", *_side_channels(sinks)]
         command += extra_arguments
         super().__init__(
             name,

@@ -280,6 +280,20 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def free_port_range(count: int) -> int:
+    """Return the first of ``count`` free loopback ports in a row.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    while True:
+        (first,) = free_ports(1)
+        others = range(first + 1, first + count)
+        if all(port not in _issued_ports and _can_bind(port) for port in others):
+            _issued_ports.update(others)
+            return first
+
+
 def group_members(group: int) -> list[int]:
     """Return the ids of the live processes in a process group."""
     found: list[int] = []

@@ -136,6 +136,8 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                     f"--speculative-config={json.dumps(SPECULATION)}",
                 ),
             )
+        case ["dp", size]:
+            return replace(base, transfer_config=own, data_parallel_size=int(size))
         case [("tp" | "pp") as kind, size]:
             return _of_ranks(replace(base, transfer_config=own), kind, int(size), trace)
         case ["turns"]:
