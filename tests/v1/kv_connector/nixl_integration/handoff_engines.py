@@ -107,12 +107,7 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
         case []:
             return replace(base, transfer_config=own)
         case ["otherblocks"]:
-            return replace(
-                base,
-                transfer_config=own,
-                block_size=OTHER_BLOCK_SIZE,
-                num_gpu_blocks=NUM_BLOCKS * BLOCK_SIZE // OTHER_BLOCK_SIZE,
-            )
+            return _of_other_blocks(replace(base, transfer_config=own))
         case ["multi"]:
             return replace(base, transfer_config=_multi(own, role))
         case ["windows"]:
@@ -142,6 +137,10 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             return _of_ranks(replace(base, transfer_config=own), kind, int(size), trace)
         case ["turns"]:
             return _conversing(replace(base, transfer_config=own), role)
+        case ["turns", "otherblocks"]:
+            return _conversing(
+                _of_other_blocks(replace(base, transfer_config=own)), role
+            )
         case ["turns", ("tp" | "pp") as kind, size]:
             both = {**own, "kv_role": "kv_both"}
             talking = _conversing(replace(base, transfer_config=both), role)
@@ -153,6 +152,14 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                 environment=MappingProxyType({"PYTHONPATH": _python_path()}),
             )
     raise ValueError(f"no engine is called {name!r}")
+
+
+def _of_other_blocks(config: EngineConfig) -> EngineConfig:
+    return replace(
+        config,
+        block_size=OTHER_BLOCK_SIZE,
+        num_gpu_blocks=NUM_BLOCKS * BLOCK_SIZE // OTHER_BLOCK_SIZE,
+    )
 
 
 def _of_ranks(config: EngineConfig, kind: str, size: int, trace: Path) -> EngineConfig:

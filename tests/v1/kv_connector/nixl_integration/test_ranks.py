@@ -118,6 +118,8 @@ async def test_sizes(
         ("push", "-tp-2", ""),
         ("pull", "", "-tp-2"),
         ("push", "-pp-2", ""),
+        ("push", "-otherblocks", ""),
+        ("pull", "", "-otherblocks"),
     ],
 )
 async def test_kept_turns_are_read_back(

@@ -177,9 +177,25 @@ def test_the_token_that_was_sampled_last_is_not_kept() -> None:
     assert HASHED.shared([*CONVERSATION[:30], 7, 8, 9], kept) == 31
 
 
-def test_blocks_of_another_size_do_not_compare() -> None:
-    kept = Engine(block=32, hash_block=32).keep(CONVERSATION)
-    assert HASHED.shared(CONVERSATION, kept) == 0
+@pytest.mark.parametrize(
+    ("block", "prompt", "shared"),
+    [
+        (32, [*CONVERSATION, 1], 45),
+        (32, _edit(44), 32),
+        (32, CONVERSATION[:40], 32),
+        (32, _edit(20), 0),
+        (8, [*CONVERSATION, 1], 45),
+        (8, _edit(44), 32),
+        (8, _edit(30), 16),
+        (8, _edit(5), 0),
+    ],
+)
+def test_blocks_of_another_size_compare_by_their_tokens(
+    block: int, prompt: list[int], shared: int
+) -> None:
+    kept = Engine(block=block, hash_block=block).keep(CONVERSATION)
+    assert HASHED.shared(prompt, kept) == shared
+    assert HASHED.shared(prompt, kept, **SPECIAL["salt"]) == 0
 
 
 def _image(name: str, offset: int = 0) -> list[MultiModalFeatureSpec]:

@@ -54,18 +54,21 @@ class ContentIndex:
     def shared_tokens(self, request: "Request", kept: Kept) -> int:
         """How many tokens of a request's prompt are those of ``kept``, from the start.
 
-        A multiple of the block size, except where all that is kept is shared.
+        A multiple of the block size, except where all that is kept is shared. Blocks of
+        another size are compared by their tokens.
         """
-        size = self._block_size
+        size = kept.block_size
+        if size < 1:
+            return 0
         prompt = list(request.prompt_token_ids or ())
         full = kept.num_tokens // size
-        if kept.block_size != size:
-            return 0
         plain = _is_plain(request) and bool(kept.token_digests or kept.tail)
         comparable = min(full, len(prompt) // size)
-        hashes = self._hash_digests(request, comparable)
+        is_same_size = size == self._block_size
+        hashes = self._hash_digests(request, comparable) if is_same_size else b""
         if (
-            kept.hashing == self.hashing
+            is_same_size
+            and kept.hashing == self.hashing
             and len(kept.hash_digests) == _length(full)
             and len(hashes) == _length(comparable)
         ):
@@ -85,7 +88,7 @@ class ContentIndex:
             and token_digest(tail, DIGEST_BYTES) == kept.tail
         ):
             return kept.num_tokens
-        return blocks * size
+        return blocks * size // self._block_size * self._block_size
 
     @property
     def hashing(self) -> str:
