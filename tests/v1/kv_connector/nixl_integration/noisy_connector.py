@@ -31,7 +31,7 @@ class _Noise:
         for offer in metadata.offers:
             if not offer.transfer_id.startswith(SPOIL_PREFIX):
                 continue
-            blocks = torch.from_numpy(offer.blocks[0].astype("int64"))
+            blocks = torch.from_numpy(offer.complete().blocks[0].astype("int64"))
             for cache in self._caches:
                 kept = cache[blocks]
                 noise = torch.randn(kept.shape, generator=self._generator)
