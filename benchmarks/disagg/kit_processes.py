@@ -277,7 +277,7 @@ def _start(options: argparse.Namespace, folder: Path) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda noted, _: signals.append(noted))
     record = start(options.name, options.command, options.log.resolve(), folder)
-    print(f"{record.name}: pid {record.pid}, log {record.log}", flush=True)
+    _say(f"{record.name}: pid {record.pid}, log {record.log}")
     began = time.monotonic()
     try:
         wait_healthy(record, options.health, options.timeout, signals)
@@ -285,8 +285,14 @@ def _start(options: argparse.Namespace, folder: Path) -> int:
         # A server that nobody waits for would go unnoticed.
         stop(record, folder)
         raise
-    print(f"{record.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+    _say(f"{record.name}: ready after {time.monotonic() - began:.0f} s")
     return 0
+
+
+def _say(text: str) -> None:
+    """Print a line in one piece, for others are started beside and print too."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _stop(options: argparse.Namespace, folder: Path) -> int:

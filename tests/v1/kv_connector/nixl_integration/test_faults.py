@@ -134,7 +134,7 @@ def _scenarios() -> Iterator[Scenario]:
         yield of("fail", "kill", "P", full=not push)
         yield of("fail", "kill", "D", full=not push, then="recompute")
         yield of(
-            "recompute", "transfers", mover, tuple(transfer_cases(mode)), full=not push
+            "recompute", "transfers", mover, tuple(transfer_cases(mode)), full=True
         )
         yield of("recompute", "messages", "P", tuple(MESSAGES[mode, "P"]), full=True)
         yield of("recompute", "refuse", "P", HANDSHAKES["P"], full=True)
