@@ -143,7 +143,7 @@ class Sweep:
 
     def _measure(self, point: Point, observer: Observer) -> str | None:
         """Write one row; returns what went wrong, if anything."""
-        before = observer.snapshot()
+        before = observer.settled_before()
         client = self._bench(point)
         if isinstance(client, str):
             # Engines that are gone fail every further point, too.

@@ -140,6 +140,24 @@ class Observer:
         """The engines' states, the prefill engine's first."""
         return [self._state(engine) for engine in (self.prefill, *self.decode)]
 
+    def settled_before(self) -> list[State]:
+        """The states before a point, once all is told of what went before it.
+
+        That is so when steps bring nothing new, or after 15 s.
+        """
+        last = self.snapshot()
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            self._nudge()
+            time.sleep(POLL_S)
+            now = self.snapshot()
+            if self.mode == "single" or time.monotonic() > deadline:
+                return now
+            moved = movement(self.mode, last, now)
+            if not (moved["bytes_transferred"] or moved["bytes_recorded"]):
+                return now
+            last = now
+
     def settled(self, before: Sequence[State], requests: int) -> list[State]:
         """The states once all is told of so many requests, or after 15 s.
 
@@ -147,13 +165,16 @@ class Observer:
         """
         deadline = time.monotonic() + SETTLE_S
         while True:
-            for engine in (self.prefill, *self.decode):
-                body = {"model": self.model, "prompt": list(_NUDGE), "max_tokens": 1}
-                _post(f"{engine.url}/v1/completions", body)
+            self._nudge()
             after = self.snapshot()
             if self._complete(before, after, requests) or time.monotonic() > deadline:
                 return after
             time.sleep(POLL_S)
+
+    def _nudge(self) -> None:
+        for engine in (self.prefill, *self.decode):
+            body = {"model": self.model, "prompt": list(_NUDGE), "max_tokens": 1}
+            _post(f"{engine.url}/v1/completions", body)
 
     def _complete(
         self, before: Sequence[State], after: Sequence[State], requests: int
