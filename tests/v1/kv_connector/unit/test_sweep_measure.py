@@ -15,7 +15,7 @@ import pytest
 
 import sweep
 from sweep_points import Point
-from sweep_proof import Engine, Observer, ProofError, post
+from sweep_proof import Engine, Observer, ProofError, movement, post
 from v1.kv_connector.unit.sweep_samples import POINT, options
 
 
@@ -28,6 +28,8 @@ class FakeEngine:
         self.connector: str | None = "NixlPushConnector"
         self.prefix_caching = "False"
         self.asked: list[dict[str, Any]] = []
+        # Bytes that the metrics tell of after so many steps; later ones add none.
+        self.told: list[int] = [0]
 
         engine = self
 
@@ -57,6 +59,8 @@ class FakeEngine:
     def pages(self) -> dict[str, str]:
         cached = f'enable_prefix_caching="{self.prefix_caching}"'
         lines = [f'vllm:cache_config_info{{block_size="32",{cached}}} 1.0']
+        told = self.told[: len(self.asked) + 1][-1]
+        lines.append(f"vllm:nixl_bytes_transferred_sum {told}.0")
         if self.connector is not None:
             lines.append(
                 f'vllm:nixl_info{{connector="{self.connector}",backends="UCX"}} 1.0'
@@ -135,6 +139,18 @@ def test_each_engine_is_given_a_step_to_report_in(
     (state,) = asking.settled(asking.snapshot(), 4)
     assert state.block_size == 32
     assert prefill.asked == [{"model": "Qwen", "prompt": [5], "max_tokens": 1}]
+
+
+def test_what_was_moved_before_a_point_is_told_before_it(
+    engines: tuple[FakeEngine, FakeEngine],
+) -> None:
+    prefill, decode = engines
+    prefill.told = [0, 500, 700]
+    asking = observer(prefill, decode)
+    before = asking.settled_before()
+    assert len(prefill.asked) == len(decode.asked) == 3
+    moved = movement("push", before, asking.snapshot())
+    assert moved["bytes_transferred"] == 0
 
 
 def test_a_refused_request_is_told(engines: tuple[FakeEngine, FakeEngine]) -> None:
