@@ -51,6 +51,7 @@ class Peer:
         ended_at: when its end was first proven, if it was.
         used_at: when it was last spoken of; after ``engine_ttl`` it is forgotten.
         heard_at: when a message of it last arrived.
+        readers: see :meth:`PeerDirectory.readers`; None until somebody asks.
     """
 
     info: RankInfo
@@ -62,6 +63,7 @@ class Peer:
     ended_at: float | None = None
     used_at: float = 0.0
     heard_at: float = float("-inf")
+    readers: int | None = None
     prepared: dict[tuple[bool, int], Prepared] = field(default_factory=dict)
 
 
@@ -198,7 +200,11 @@ class PeerDirectory:
         Raises:
             TopologyError: the layouts cannot be paired.
         """
-        return count_readers(self._local, self._peers[peer].info)
+        known = self._peers[peer]
+        if known.readers is None:
+            # Asked for with every message.
+            known.readers = count_readers(self._local, known.info)
+        return known.readers
 
     def idle(self, ranks: tuple[RankInfo, ...]) -> tuple[AgentName, ...]:
         """Of one engine's ranks, those that no rank of this engine asks.

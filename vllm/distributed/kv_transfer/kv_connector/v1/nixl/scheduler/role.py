@@ -50,6 +50,7 @@ from .loads import Loads
 from .pins import PinBoard, PinState
 from .prefill import PrefillSide
 from .records import Records
+from .reset import before_reset
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -159,15 +160,7 @@ class NixlScheduler:
         self._pins.bind(
             manager.block_pool, lambda name: manager.get_blocks(name).blocks, lends
         )
-        reset = manager.reset_prefix_cache
-
-        def free_and_reset() -> bool:
-            self._free_all()
-            done: bool = reset()
-            return done
-
-        # The engine resets its cache only while no block is in use, and asks nobody.
-        manager.reset_prefix_cache = free_and_reset
+        before_reset(manager, self._free_all)
         if self._turns is not None:
             self._turns.bind(manager)
 

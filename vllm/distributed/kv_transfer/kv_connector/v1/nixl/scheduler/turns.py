@@ -19,6 +19,7 @@ from .content import ContentIndex
 from .loads import Loads
 from .pins import PinBoard
 from .records import Records
+from .reset import before_reset
 from .retention import Retention
 from .reuse import ReuseSide
 
@@ -82,20 +83,9 @@ class Turns:
         self._generation = 0
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """The engine's cache manager.
-
-        Its ``reset_prefix_cache`` refuses while any block is held and asks no
-        connector before, so what is kept is let go of here first.
-        """
+        """The engine's cache manager; what is kept goes before its cache is reset."""
         self._content.hash_block_size = manager.block_pool.hash_block_size
-        reset = manager.reset_prefix_cache
-
-        def drop_and_reset() -> bool:
-            self.drop_all()
-            done: bool = reset()
-            return done
-
-        manager.reset_prefix_cache = drop_and_reset
+        before_reset(manager, self.drop_all)
 
     # ---- requests
 
