@@ -153,7 +153,7 @@ class Rank(Memory):
         self.events: list[Event] = []
         self.tables: dict[str, int] = {}
         self.loop = TransferLoop(
-            CONFIG, self.agent, self.info, token, self._take, time.monotonic
+            CONFIG, self.agent, self.info, mode, token, self._take, time.monotonic
         )
         self.address = free_address()
         self._server = SideChannelServer(

@@ -12,6 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     Send,
     TransferSize,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.claims import (
+    ClaimState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import KeptTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
@@ -96,6 +99,26 @@ class ConfirmsAnyRead(SenderTable):
             yes if isinstance(action, Send) else action
             for action in super().read_done(peer, msg, now, readers)
         ]
+
+
+class ForgetsTheSilent(SenderTable):
+    """Takes a lease back from a peer of which nothing is heard."""
+
+    def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
+        return self.peer_gone(peer, now)
+
+
+class WithdrawsUnderReaders(SenderTable):
+    """Takes leases back when the prefill request is aborted."""
+
+    def withdraw(
+        self, transfer_id: TransferId, reason: str, now: float
+    ) -> list[Action]:
+        handoff = self._handoffs.get(transfer_id)
+        for claim in list(handoff.claims.values()) if handoff else ():
+            if claim.state is ClaimState.LEASED and handoff is not None:
+                self._end(handoff, claim, Refused(claim.registration_id, reason))
+        return super().withdraw(transfer_id, reason, now)
 
 
 class QuietOnTimeout(ReceiverTable):

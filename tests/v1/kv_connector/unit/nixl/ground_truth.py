@@ -82,7 +82,10 @@ class Read:
 
 @dataclass
 class Part:
-    """What is true of one rank's part of a registration."""
+    """What is true of one rank's part of a registration.
+
+    ``connected_to`` counts the prefill engines that were before.
+    """
 
     connecting: bool = True
     received: bool = False
@@ -91,6 +94,8 @@ class Part:
     landed: set[tuple[AgentName, int, int]] = field(default_factory=set)
     pieces: set[tuple[AgentName, int, int]] = field(default_factory=set)
     confirmed: set[AgentName] = field(default_factory=set)
+    read_at: dict[AgentName, float] = field(default_factory=dict)
+    connected_to: int = 0
 
 
 @dataclass
@@ -208,6 +213,8 @@ class GroundTruth:
         self.leases: dict[
             tuple[AgentName, AgentName, RegistrationId], tuple[int, float]
         ] = {}
+        # Of all that were ever granted, when they end.
+        self.lease_ends: dict[tuple[AgentName, AgentName, RegistrationId], float] = {}
         self.prefill_free = list(range(POOL))
         self.decode_free = {name: list(range(POOL)) for name in layout.decode}
         self.prefill_memory: dict[tuple[AgentName, int], Content] = {}
@@ -219,10 +226,12 @@ class GroundTruth:
         message = action.message
         match message:
             case LeaseGranted():
-                self.leases[owner, action.peer, message.registration_id] = (
-                    message.generation,
+                key, end = (
+                    (owner, action.peer, message.registration_id),
                     self.now + message.seconds,
                 )
+                self.leases[key] = message.generation, end
+                self.lease_ends[key] = end
             case ReadConfirmed():
                 self.leases.pop((owner, action.peer, message.registration_id), None)
                 if message.ok:
@@ -319,7 +328,12 @@ class GroundTruth:
                         f"at position {first + offset} of {source}"
                     )
             if self.mode is Mode.PULL and source not in part_of_rank.confirmed:
-                raise Violation(f"a READ from {source} counts without confirmation")
+                key = source, rank, attempt.request.registration_id
+                end = self.lease_ends.get(key, float("-inf"))
+                if part_of_rank.read_at.get(source, float("inf")) > end:
+                    raise Violation(
+                        f"a READ from {source} counts without lease or confirmation"
+                    )
         if self.mode is Mode.PUSH and part_of_rank.landed != part_of_rank.pieces:
             raise Violation(
                 f"only {part_of_rank.landed} of {part_of_rank.pieces} have landed"

@@ -68,7 +68,10 @@ class Lender(SenderTable):
         return self.kept.cancel(peer, registration_id, now)
 
     def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
-        return self.kept.peer_lost(peer, now)
+        return []
+
+    def peer_gone(self, peer: AgentName, now: float) -> list[Action]:
+        return self.kept.peer_gone(peer, now)
 
     def tick(self, now: float) -> list[Action]:
         return self.kept.tick(now)

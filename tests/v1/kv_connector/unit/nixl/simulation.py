@@ -114,6 +114,7 @@ class Simulation(GroundTruth):
         self.announced: dict[TransferId, list[int | None]] = {}
         self.disturbed = False
         self.generation = 0
+        self.restarts = 0
         self.network: list[Envelope] = []
         self.dead: set[AgentName] = set()
         self.lost: set[tuple[AgentName, AgentName]] = set()
@@ -188,14 +189,12 @@ class Simulation(GroundTruth):
         if not prefill.blocks:
             del self.prefills[transfer_id]
         for name, sender in self._alive(self.senders):
-            for key, (generation, _) in list(self.leases.items()):
-                if key[0] == name and generation == prefill.generation:
-                    del self.leases[key]
             self._perform(name, sender.withdraw(transfer_id, "aborted", self.now))
 
     def restart(self) -> None:
         """The prefill engine is another one, which knows of nothing."""
         self.disturbed = True
+        self.restarts += 1
         for name in self.senders:
             self.senders[name] = self._sender(LEASE, BLOCK)
         self.network = [e for e in self.network if e.target not in self.senders]
@@ -265,6 +264,7 @@ class Simulation(GroundTruth):
             self.unreachable(registration_id, rank)
             return
         part.connecting = False
+        part.connected_to = self.restarts
         known = (*self.layout.sources[rank], *self.layout.idle[rank])
         for name in known:
             self.lost.discard((rank, name))
@@ -416,12 +416,18 @@ class Simulation(GroundTruth):
         self._end_write_if_over(write)
 
     def end_read(self, index: int, ok: bool = True) -> None:
-        """A READ ends; it may have copied as late as now."""
+        """A READ ends; it may have copied as late as now.
+
+        The memory of an engine that is no more cannot be read.
+        """
         self.disturbed |= not ok
         read = self.reads.pop(index)
         action = read.action
-        failure = None if ok and action.peer not in self.dead else "broken"
+        part = self.attempts[action.registration_id].ranks[read.decode]
+        there = action.peer not in self.dead and part.connected_to == self.restarts
+        failure = None if ok and there else "broken"
         if failure is None:
+            part.read_at[action.peer] = self.now
             for mine, theirs in zip(
                 action.local_blocks[0].tolist(),
                 action.remote_blocks[0].tolist(),
@@ -456,8 +462,11 @@ class Simulation(GroundTruth):
                 write.unposted.clear()
                 write.failure = write.failure or "silent"
                 self._end_write_if_over(write)
-        self.drop_leases(owner, peer)
-        self._perform(owner, self.senders[owner].peer_lost(peer, self.now))
+        if peer in self.dead:
+            self.drop_leases(owner, peer)
+            self._perform(owner, self.senders[owner].peer_gone(peer, self.now))
+        else:
+            self._perform(owner, self.senders[owner].peer_lost(peer, self.now))
 
     def die(self, name: AgentName) -> None:
         """An engine ends. Messages that it has sent may still arrive."""

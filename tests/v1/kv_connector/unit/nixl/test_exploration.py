@@ -8,6 +8,7 @@ from v1.kv_connector.unit.nixl.faulty import (
     ConfirmsAnyGeneration,
     ConfirmsAnyRead,
     ConfirmsOtherBlocks,
+    ForgetsTheSilent,
     FreesOnTheLease,
     QuietOnTimeout,
     RetractsUnderWrites,
@@ -15,12 +16,14 @@ from v1.kv_connector.unit.nixl.faulty import (
     TrustsTheGrant,
     TrustsTheHint,
     TrustsTheLastPiece,
+    WithdrawsUnderReaders,
 )
 from v1.kv_connector.unit.nixl.ground_truth import Violation
 from v1.kv_connector.unit.nixl.simulation import Simulation
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.receiver import (
     ReceiverTable,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.sender import SenderTable
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     Mode,
@@ -232,8 +235,23 @@ def test_a_sender_that_confirms_any_read_is_found() -> None:
 def test_a_receiver_that_asks_for_no_confirmation_is_found(
     receiver: type[ReceiverTable], planned: tuple[Planned, ...]
 ) -> None:
-    with pytest.raises(Violation, match=r"is received with|without confirmation"):
+    with pytest.raises(Violation, match=r"is received with|without lease"):
         _search(Simulation(Mode.PULL, receiver=receiver), Budget(ticks=4), 10, planned)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("sender", "budget"),
+    [
+        (ForgetsTheSilent, Budget(silences=1)),
+        (WithdrawsUnderReaders, Budget(withdrawals=1)),
+    ],
+)
+def test_a_sender_that_takes_leases_back_is_found(
+    sender: type[SenderTable], budget: Budget
+) -> None:
+    with pytest.raises(Violation, match="while r0 holds a lease"):
+        _search(Simulation(Mode.PULL, sender=sender), budget, 8)
 
 
 @pytest.mark.timeout(120)

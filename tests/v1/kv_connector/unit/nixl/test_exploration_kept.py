@@ -7,6 +7,7 @@ from v1.kv_connector.unit.nixl.explorer import Budget, Case, Planned, explore
 from v1.kv_connector.unit.nixl.faulty import ClosesUnderReaders, ConfirmsLateReads
 from v1.kv_connector.unit.nixl.ground_truth import Violation
 from v1.kv_connector.unit.nixl.kept_simulation import KeptSimulation, Lender
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import Action
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     AgentName,
     RegistrationId,
@@ -89,6 +90,13 @@ class _ConfirmsLateReads(Lender):
     kind = ConfirmsLateReads
 
 
+class _ForgetsTheSilent(Lender):
+    """Takes a lease back from a reader of which nothing is heard."""
+
+    def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
+        return self.kept.peer_gone(peer, now)
+
+
 class _FreesWhatIsKnown(KeptSimulation):
     """A scheduler that asks no rank before it frees blocks."""
 
@@ -108,9 +116,15 @@ def test_a_table_that_closes_under_a_reader_is_found() -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_table_that_forgets_the_silent_is_found() -> None:
+    with pytest.raises(Violation, match="holds a lease"):
+        _search(_told(lender=_ForgetsTheSilent), Budget(withdrawals=1, silences=1), 8)
+
+
+@pytest.mark.timeout(120)
 def test_a_table_that_confirms_late_reads_is_found() -> None:
     with pytest.raises(Violation, match="freed under it"):
-        _search(_told(lender=_ConfirmsLateReads), Budget(withdrawals=1, silences=1), 9)
+        _search(_told(lender=_ConfirmsLateReads), Budget(withdrawals=1, ticks=4), 12)
 
 
 @pytest.mark.timeout(120)

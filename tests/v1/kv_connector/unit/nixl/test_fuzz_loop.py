@@ -232,7 +232,7 @@ def test_any_messages_of_the_engine_that_is_asked_for_kv(mode: Mode) -> None:
 
 
 def test_what_is_said_too_early_does_not_end_a_read() -> None:
-    """Nothing but its own READ and the lender's word after it completes an attempt."""
+    """Nothing but its own READ and the lender's lease completes an attempt."""
     table = ReceiverTable(repeat=1.0)
     lender = AgentName("lender")
     table.receive(attempt(Mode.PULL), 0.0)
@@ -252,8 +252,7 @@ def test_what_is_said_too_early_does_not_end_a_read() -> None:
     assert premature() == []
     assert len(table.granted(lender, granted, 0.0)) == 1
     assert premature() == []
-    table.read_ended(lender, REGISTRATION, TransferSize(1, 1), None, 0.0)
     assert table.sizes()["receiver_attempts"] == 1
-    [report] = table.read_confirmed(lender, REGISTRATION, True, 0.0)
+    _, report = table.read_ended(lender, REGISTRATION, TransferSize(1, 1), None, 0.0)
     assert isinstance(report, Report)
     assert isinstance(report.event, Received)

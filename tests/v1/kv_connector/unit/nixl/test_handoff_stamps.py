@@ -225,28 +225,27 @@ def test_what_a_hint_names_is_computed_when_it_is_asked_for() -> None:
     table.receive(ReceiveRequest(R, T, WANT, _blocks(1, 2), 60, Mode.PULL, hint), 0)
     table.connected(R, [P], 1)
     table.read_ended(P, R, SIZE, None, 2)
-    table.granted(P, LeaseGranted(R, 1, 30.0, (pack_blocks([5, 6]),)), 3)
-    stamps = _stamps(table.read_confirmed(P, R, True, 4))
+    granted = LeaseGranted(R, 1, 30.0, (pack_blocks([5, 6]),))
+    stamps = _stamps(table.granted(P, granted, 3))
     assert stamps.chunks == 1
     assert stamps.at == {
         Stage.ASKED: 1,
         Stage.PREFILL_ENDED: 1,
         Stage.ANSWERED: 3,
-        Stage.LAST_NOTIFICATION: 4,
+        Stage.LAST_NOTIFICATION: 3,
     }
 
 
 def test_a_reader_is_answered_by_a_lease() -> None:
     table = _asking(Mode.PULL)
     table.granted(P, LeaseGranted(R, 1, 30.0, (pack_blocks([5, 6]),)), 2)
-    table.read_ended(P, R, SIZE, None, 3)
-    stamps = _stamps(table.read_confirmed(P, R, True, 4))
+    stamps = _stamps(table.read_ended(P, R, SIZE, None, 3))
     assert stamps.chunks == 1
     assert stamps.at == {
         Stage.ASKED: 1,
         Stage.ANSWERED: 2,
         Stage.PREFILL_ENDED: 2,
-        Stage.LAST_NOTIFICATION: 4,
+        Stage.LAST_NOTIFICATION: 3,
     }
 
 

@@ -318,14 +318,14 @@ def test_one_registration_reads_one_entry(rank: Rank) -> None:
     assert rank.table.sizes() == {"kept": 2, "kept_leases": 1}
 
 
-def test_a_lost_peer_reads_no_more(rank: Rank) -> None:
+def test_a_peer_that_is_gone_reads_no_more(rank: Rank) -> None:
     rank.ask(peer=P, registration_id=R)
     rank.ask(peer=Q, registration_id=S)
     rank.table.retire(NAME, 0.0)
-    assert rank.table.peer_lost(P, 1.0) == []
+    assert rank.table.peer_gone(P, 1.0) == []
     assert rank.table.peers() == {Q}
     assert not _counts(rank.done(peer=P, registration_id=R))
-    assert len(_closed(rank.table.peer_lost(Q, 2.0))) == 1
+    assert len(_closed(rank.table.peer_gone(Q, 2.0))) == 1
     assert rank.idle()
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode side's table, case by case."""
 
+from collections.abc import Callable
 from itertools import permutations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -49,6 +51,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
 
 REPEAT = 2.0
 TIMEOUT = 60.0
+LEASE = 30.0
 P, Q = AgentName("p"), AgentName("q")
 T = TransferId("t")
 R = RegistrationId("r")
@@ -170,7 +173,11 @@ def test_a_cancelled_attempt_is_quiet_when_its_writer_says_so(answer: str) -> No
     assert _failed(actions).kind is FailureKind.CANCELLED
     assert _sent(actions) == [Cancel(R, T)]
     assert table.cancel(R, "aborted", 3) == []
-    assert table.sizes() == {"receiver_attempts": 0, "receiver_quiescing": 1}
+    assert table.sizes() == {
+        "receiver_attempts": 0,
+        "receiver_quiescing": 1,
+        "receiver_telling": 0,
+    }
     assert _sent(table.tick(2 + REPEAT)) == [Cancel(R, T)]
     ends = {
         "cancelled": lambda: table.cancelled(P, R),
@@ -261,7 +268,7 @@ def test_a_connection_has_the_same_deadline() -> None:
 
 
 def _grant(generation: int = 5, blocks: tuple[int, ...] = (8, 9)) -> LeaseGranted:
-    return LeaseGranted(R, generation, 30.0, (pack_blocks(blocks),))
+    return LeaseGranted(R, generation, LEASE, (pack_blocks(blocks),))
 
 
 def _read_done(ok: bool, generation: int = 5, *blocks: int) -> ReadDone:
@@ -277,19 +284,73 @@ def _reading() -> ReceiverTable:
     return table
 
 
-def test_a_read_counts_when_it_is_confirmed() -> None:
+def test_a_read_counts_that_ends_within_its_lease() -> None:
     table = _reading()
     size = TransferSize(70, 2)
-    assert table.read_ended(P, R, size, None, 3) == [Send(P, _read_done(ok=True))]
+    told, report = table.read_ended(P, R, size, None, 1 + LEASE)
+    assert told == Send(P, _read_done(ok=True))
+    assert _events([report]) == [Received(R, 6, size, 1 + LEASE)]
+    assert table.peers() == {P}
+    assert not table.busy
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_its_lender_is_told_until_it_confirms(ok: bool) -> None:
+    table = _reading()
+    table.read_ended(P, R, NOTHING, None, 3)
+    assert table.sizes()["receiver_telling"] == 1
     assert _sent(table.tick(3 + REPEAT)) == [_read_done(ok=True)]
-    assert _events(table.read_confirmed(P, R, True, 6)) == [Received(R, 6, size, 6.0)]
+    assert table.granted(P, _grant(generation=9), 6) == []
+    assert table.cancel(R, "aborted", 6) == [Report(ReceiveQuiet(R))]
+    assert table.read_confirmed(P, R, ok, 6) == []
     assert _empty(table)
 
 
-def test_a_read_that_is_not_confirmed_fails() -> None:
+def _refuse(table: ReceiverTable) -> list[Action]:
+    return table.refused(P, R, "gone", 5)
+
+
+def _lose(table: ReceiverTable) -> list[Action]:
+    return table.peer_lost(P, "silent", 5)
+
+
+def _see_end(table: ReceiverTable) -> list[Action]:
+    return table.peer_gone(P, "ended", 5)
+
+
+def _wait(table: ReceiverTable) -> list[Action]:
+    return table.tick(TIMEOUT + 1)
+
+
+@pytest.mark.parametrize("end", [_refuse, _lose, _see_end, _wait])
+def test_a_lender_that_confirms_nothing_is_not_told_for_ever(
+    end: Callable[[ReceiverTable], list[Action]],
+) -> None:
     table = _reading()
     table.read_ended(P, R, NOTHING, None, 3)
-    failed = _failed(table.read_confirmed(P, R, False, 4))
+    assert end(table) == []
+    assert _empty(table)
+
+
+@pytest.mark.parametrize("seconds", [LEASE, float("nan"), -1.0])
+def test_a_read_that_outlives_its_lease_counts_when_it_is_confirmed(
+    seconds: float,
+) -> None:
+    table = _asked(Mode.PULL)
+    table.granted(P, msgspec.structs.replace(_grant(), seconds=seconds), 2)
+    size, late = TransferSize(70, 2), 1 + LEASE + 0.5
+    assert table.read_ended(P, R, size, None, late) == [Send(P, _read_done(ok=True))]
+    assert _sent(table.tick(late + REPEAT)) == [_read_done(ok=True)]
+    assert _events(table.read_confirmed(P, R, True, late)) == [
+        Received(R, 6, size, late)
+    ]
+    assert _empty(table)
+
+
+def test_a_late_read_that_is_not_confirmed_fails() -> None:
+    table = _reading()
+    table.read_ended(P, R, NOTHING, None, 2 + LEASE)
+    failed = _failed(table.read_confirmed(P, R, False, 3 + LEASE))
     assert (failed.kind, failed.quiet) == (FailureKind.LEASE, True)
     assert _empty(table)
 
@@ -355,11 +416,13 @@ def test_a_lost_lender_fails_the_read_which_must_still_end() -> None:
 def test_two_lenders_are_both_read_and_both_asked() -> None:
     table = _asked(Mode.PULL, P, Q)
     table.granted(P, _grant(), 2)
-    table.read_ended(P, R, NOTHING, None, 3)
+    assert _events(table.read_ended(P, R, NOTHING, None, 3)) == []
     assert table.read_confirmed(P, R, True, 4) == []
     table.granted(Q, _grant(generation=2), 5)
-    table.read_ended(Q, R, NOTHING, None, 6)
-    assert _events(table.read_confirmed(Q, R, True, 7)) != []
+    assert table.peers() == {Q}
+    assert _events(table.read_ended(Q, R, NOTHING, None, 6)) != []
+    assert table.read_confirmed(Q, R, True, 7) == []
+    assert _empty(table)
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -419,13 +482,21 @@ def _hinted(*sources: AgentName) -> ReceiverTable:
     return table
 
 
-def test_a_read_by_a_hint_begins_with_the_question_and_counts_when_confirmed() -> None:
+def test_a_read_by_a_hint_begins_with_the_question_and_counts_with_its_lease() -> None:
     table = _hinted()
     size = TransferSize(70, 2)
     actions = table.read_ended(P, R, size, None, 2)
     assert actions == [Send(P, _read_done(ok=True))]
-    assert table.granted(P, _grant(), 3) == []
-    assert _events(table.read_confirmed(P, R, True, 4)) == [Received(R, 6, size, 4.0)]
+    assert _events(table.granted(P, _grant(), 3)) == [Received(R, 6, size, 3.0)]
+    assert table.read_confirmed(P, R, True, 4) == []
+    assert _empty(table)
+
+
+def test_a_read_by_a_hint_that_ended_too_late_waits_for_its_confirmation() -> None:
+    table = _hinted()
+    table.read_ended(P, R, NOTHING, None, 2 + LEASE)
+    assert table.granted(P, _grant(), 3 + LEASE) == []
+    assert _events(table.read_confirmed(P, R, True, 4 + LEASE)) != []
     assert _empty(table)
 
 
@@ -434,8 +505,7 @@ def test_a_hint_is_no_reason_to_read_twice() -> None:
     assert table.accepted(P, R, 1) == []
     assert table.granted(P, _grant(), 2) == []
     assert table.granted(P, _grant(), 2) == []
-    table.read_ended(P, R, NOTHING, None, 3)
-    assert _events(table.read_confirmed(P, R, True, 4)) != []
+    assert _events(table.read_ended(P, R, NOTHING, None, 3)) != []
 
 
 def test_a_confirmation_does_for_a_grant_that_was_lost() -> None:
@@ -446,10 +516,15 @@ def test_a_confirmation_does_for_a_grant_that_was_lost() -> None:
     assert table.granted(P, _grant(), 6) == []
 
 
-def test_neither_a_grant_nor_the_end_of_a_read_is_a_confirmation() -> None:
+def test_neither_a_confirmation_nor_a_lease_is_the_end_of_a_read() -> None:
     table = _hinted()
-    table.granted(P, _grant(), 2)
+    assert table.granted(P, _grant(), 2) == []
     assert table.read_confirmed(P, R, True, 2) == []
+    assert table.sizes()["receiver_attempts"] == 1
+
+
+def test_the_end_of_a_read_is_no_lease() -> None:
+    table = _hinted()
     assert _events(table.read_ended(P, R, NOTHING, None, 3)) == []
     assert table.sizes()["receiver_attempts"] == 1
 
@@ -513,15 +588,16 @@ def test_a_cancelled_read_by_a_hint_is_quiet_when_it_has_ended() -> None:
     assert _events(actions) == [ReceiveQuiet(R)]
 
 
-def test_all_lenders_must_confirm_a_hint() -> None:
+def test_all_lenders_must_lease_or_confirm_what_a_hint_names() -> None:
     table = _hinted(P, Q)
     table.read_ended(P, R, NOTHING, None, 2)
     assert table.read_confirmed(P, R, True, 3) == []
     table.granted(Q, _grant(), 3)
     assert _sent(table.tick(1 + REPEAT)) == [LeaseRequest(T, R, WANT)]
-    table.read_ended(Q, R, NOTHING, None, 4)
+    assert _events(table.read_ended(Q, R, NOTHING, None, 4)) != []
     assert _sent(table.tick(6 + REPEAT)) == [_read_done(ok=True)]
-    assert _events(table.read_confirmed(Q, R, True, 9)) != []
+    assert table.read_confirmed(Q, R, True, 9) == []
+    assert _empty(table)
 
 
 def test_a_hint_is_of_no_use_to_what_is_written() -> None:

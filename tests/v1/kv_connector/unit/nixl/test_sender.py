@@ -435,12 +435,23 @@ def test_a_lease_that_ends_lets_the_kv_go() -> None:
     ]
 
 
-def test_a_withdrawn_lease_is_refused() -> None:
+def test_a_withdrawal_waits_for_the_reader() -> None:
     table = _leased()
-    actions = table.withdraw(T, "aborted", 1)
-    assert _refusal(actions) == "aborted"
-    assert len(_closed(actions)) == 1
-    assert _sent(table.read_done(D, _read_done(), 2)) == [ReadConfirmed(R, False)]
+    assert table.withdraw(T, "aborted", 1) == []
+    actions = table.read_done(D, _read_done(), 2)
+    assert _sent(actions) == [ReadConfirmed(R, True)]
+    assert _closed(actions)[0].reason is CloseReason.WITHDRAWN
+
+
+def test_a_silent_reader_keeps_its_lease_and_one_that_is_gone_does_not() -> None:
+    table = _leased()
+    assert table.peer_lost(D, 1) == []
+    assert table.peers() == {D}
+    assert _closed(table.peer_gone(D, 2))[0].reason is CloseReason.RELEASED
+    table = _leased()
+    table.peer_lost(D, 1)
+    assert table.tick(LEASE) == []
+    assert _closed(table.tick(LEASE + 1))[0].reason is CloseReason.EXPIRED
 
 
 def test_a_read_of_something_unknown_does_not_count() -> None:

@@ -366,6 +366,26 @@ def test_an_idle_loop_is_relaxed(pair: Pair) -> None:
     assert pair.d.loop.step(()) is Pace.RELAXED
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected", "offered"),
+    [
+        (Mode.PUSH, Pace.LATER, Pace.SOON),
+        (Mode.PULL, Pace.RELAXED, Pace.STEADY),
+    ],
+)
+def test_what_is_pulled_is_not_looked_for_before_it_is_computed(
+    mode: Mode, expected: Pace, offered: Pace
+) -> None:
+    rank = Rank("prefill", mode)
+    try:
+        rank.step(Expect(T, 1, ()))
+        assert rank.loop.step(()) is expected
+        rank.step(arena.offer(T, np.arange(2, dtype=np.int32)))
+        assert rank.loop.step(()) is offered
+    finally:
+        rank.close()
+
+
 # ---- a peer in another process
 
 

@@ -56,7 +56,13 @@ class Rank(Memory):
 
     def _make(self, publish: Callable[[Facts], None]) -> TransferLoop:
         return TransferLoop(
-            CONFIG, self.agent, self.info, None, publish, time.monotonic
+            CONFIG,
+            self.agent,
+            self.info,
+            Mode.PUSH,
+            None,
+            publish,
+            time.monotonic,
         )
 
 
@@ -110,6 +116,49 @@ def test_an_order_lowers_the_interval_at_once(
     assert _is(EAGER_SECONDS)
     held.let_go()
     rank.until(lambda: _is(FOUND))
+
+
+def test_an_order_that_can_wait_does_not_lower_it(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(rank, monkeypatch)
+    rank.thread.submit([], at_once=False)
+    rank.thread.submit([Expect(T, 1, ())], at_once=False)
+    assert _is(FOUND)
+    held.let_go()
+    rank.until(lambda: rank.tables().get("sender_handoffs") == 1)
+
+
+def test_it_looks_when_a_computation_ends_if_somebody_may_have_asked(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    pace = [Pace.STEADY]
+
+    def look(orders: Iterable[Order]) -> Pace:
+        looks.append(time.monotonic())
+        return pace[0]
+
+    monkeypatch.setattr(rank.thread.loop, "step", look)
+    monkeypatch.setattr(rhythm, "PATIENT_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(rhythm, "LATER_SECONDS", PATIENCE_S)
+    rank.thread.computing(True)
+    rank.thread.submit([Expect(T, 1, ())])
+    rank.until(lambda: len(looks) == 1)
+    rank.until(lambda: rank.thread._steady)
+    rank.thread.computing(True)
+    rank.thread.computing(False)
+    rank.until(lambda: len(looks) == 2)
+    # Nothing has ended since.
+    rank.thread.computing(False)
+    pace[0] = Pace.RELAXED
+    rank.thread.submit([Expect(T, 1, ())])
+    rank.until(lambda: len(looks) == 3)
+    rank.until(lambda: not rank.thread._steady)
+    rank.thread.computing(True)
+    rank.thread.computing(False)
+    time.sleep(0.05)
+    assert len(looks) == 3
 
 
 def test_it_is_put_back_when_there_is_nothing_to_do(rank: Rank) -> None:

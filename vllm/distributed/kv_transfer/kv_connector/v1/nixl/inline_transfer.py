@@ -28,8 +28,12 @@ class Transfers(Protocol):
         """The loop; other threads may only take its stats."""
         ...
 
-    def submit(self, orders: Iterable[Order]) -> None:
-        """Pass orders on."""
+    def submit(self, orders: Iterable[Order], at_once: bool = True) -> None:
+        """Pass orders on; see :meth:`TransferThread.submit`."""
+        ...
+
+    def computing(self, computes: bool) -> None:
+        """The forward thread begins to compute, or has ended."""
         ...
 
     def drain(self, wait: float = 0.0) -> Facts | None:
@@ -60,9 +64,12 @@ class InlineTransfer:
         """The loop."""
         return self._loop
 
-    def submit(self, orders: Iterable[Order]) -> None:
+    def submit(self, orders: Iterable[Order], at_once: bool = True) -> None:
         """Act on orders now; takes as long as what they start."""
         self._step(orders)
+
+    def computing(self, computes: bool) -> None:
+        """Nothing runs beside the forward thread."""
 
     def drain(self, wait: float = 0.0) -> Facts | None:
         """Advance the loop and take what was published since; never waits."""

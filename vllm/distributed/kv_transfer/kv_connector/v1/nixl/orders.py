@@ -16,14 +16,16 @@ Fence = Callable[[], bool]
 class Pace(IntEnum):
     """How soon the next step is worth taking.
 
-    Something moves (NOW), somebody waits for what may come (SOON), what may come is
-    waited for by nobody yet (LATER), only a first contact can come (RELAXED).
+    Something moves (NOW), somebody waits for what may come (SOON), somebody is asked
+    who has other work meanwhile (STEADY), what may come is waited for by nobody yet
+    (LATER), only a first contact can come (RELAXED).
     """
 
     NOW = 0
     SOON = 1
-    LATER = 2
-    RELAXED = 3
+    STEADY = 2
+    LATER = 3
+    RELAXED = 4
 
 
 @dataclass(frozen=True)

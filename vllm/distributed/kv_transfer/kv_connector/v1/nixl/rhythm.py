@@ -26,10 +26,11 @@ EAGER_SECONDS = 0.02
 """For so long after something has happened, the answer is wanted at once."""
 
 PATIENT_SECONDS = 0.001
-"""Wait for an answer that did not come by then."""
+"""Wait for an answer that did not come by then, or for a question."""
 
 LATER_SECONDS = 0.004
-"""Wait for a message that nothing depends on yet."""
+"""Wait for a message that nothing depends on yet, or for a question while the forward
+thread computes."""
 
 RELAXED_SECONDS = 0.04
 """Wait while only a first contact can come."""
@@ -52,12 +53,15 @@ class Rhythm:
         self.wait = RELAXED_SECONDS
         self.eager = False
 
-    def stepped(self, pace: Pace, ordered: bool, began: float, now: float) -> None:
+    def stepped(
+        self, pace: Pace, ordered: bool, computes: bool, began: float, now: float
+    ) -> None:
         """A step has ended; sets what follows.
 
         Args:
             pace: what the step has said.
             ordered: whether it had orders to obey.
+            computes: whether the forward thread does.
             began: when it began.
             now: when it ended.
         """
@@ -72,11 +76,7 @@ class Rhythm:
             # A step that has posted took long, and has more to post.
             self.wait = MOVING_SECONDS[0] if now - began > wait else wait
             self.eager = True
-        elif pace in (Pace.LATER, Pace.RELAXED):
-            relaxed = pace is Pace.RELAXED
-            self.wait = RELAXED_SECONDS if relaxed else LATER_SECONDS
-            self.eager = False
-        else:
+        elif pace is Pace.SOON:
             silence = now - self._stirred_at
             self.eager = silence < EAGER_SECONDS
             self.wait = (
@@ -84,6 +84,14 @@ class Rhythm:
                 if self.eager
                 else PATIENT_SECONDS
             )
+        else:
+            self.wait, self.eager = _unhurried(pace, computes), False
+
+
+def _unhurried(pace: Pace, computes: bool) -> float:
+    if pace is Pace.RELAXED:
+        return RELAXED_SECONDS
+    return LATER_SECONDS if pace is Pace.LATER or computes else PATIENT_SECONDS
 
 
 def _share(of: float, share: float, bounds: tuple[float, float]) -> float:

@@ -49,7 +49,7 @@ from .handoff.kept import KeptTable, is_kept
 from .handoff.receiver import ReceiverTable
 from .handoff.sender import SenderTable
 from .handoff.watches import Watches
-from .ids import AgentName
+from .ids import AgentName, Mode
 from .movement import Movement
 from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
@@ -104,6 +104,7 @@ class TransferLoop:
         config: ConnectorConfig,
         agent: Agent,
         local: RankInfo,
+        mode: Mode,
         token: Token | None,
         publish: Callable[[Facts], None],
         clock: Callable[[], float],
@@ -111,6 +112,7 @@ class TransferLoop:
         self._config = config
         self._agent = agent
         self._local = local
+        self._mode = mode
         self._publish = publish
         self._clock = clock
         self.stats = StatsCollector()
@@ -190,15 +192,20 @@ class TransferLoop:
     def _pace(self, heard: bool) -> Pace:
         if heard or len(self._movement) or self._offers or self._backlog:
             return Pace.NOW
+        pulled = self._mode is Mode.PULL
         if (
             self._receiver.busy
-            or self._sender.urgent
             or self._kept.busy
             or self._connections.pending
             or len(self._watches)
+            or (self._sender.urgent and not pulled)
         ):
             return Pace.SOON
-        return Pace.LATER if self._sender.busy else Pace.RELAXED
+        if self._sender.urgent:
+            # Whoever asks for a lease reads meanwhile.
+            return Pace.STEADY
+        # Nobody asks for what will be pulled before it is computed.
+        return Pace.LATER if self._sender.busy and not pulled else Pace.RELAXED
 
     # ---- commands
 
@@ -298,12 +305,11 @@ class TransferLoop:
             case PeerLost():
                 self._movement.fail_peer(event.peer, event.reason)
                 self._do(self._sender.peer_lost(event.peer, now))
-                self._do(self._kept.peer_lost(event.peer, now))
                 self._do(self._receiver.peer_lost(event.peer, event.reason, now))
             case PeerGone():
                 self._movement.fail_peer(event.peer, event.reason)
-                self._do(self._sender.peer_lost(event.peer, now))
-                self._do(self._kept.peer_lost(event.peer, now))
+                self._do(self._sender.peer_gone(event.peer, now))
+                self._do(self._kept.peer_gone(event.peer, now))
                 self._do(self._receiver.peer_gone(event.peer, event.reason, now))
                 if not self._movement.uses(event.peer):
                     self._connections.drop(event.peer)

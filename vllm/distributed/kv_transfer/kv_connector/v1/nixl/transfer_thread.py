@@ -5,6 +5,7 @@ Commands wake it. NIXL offers nothing to wait on, so it looks for notifications 
 a pace that follows what may arrive.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from vllm.logger import init_logger
 
-from .orders import Facts, Order
+from .orders import Facts, Order, Pace
 from .rhythm import Rhythm
 from .switch_interval import SwitchInterval
 from .transfer_loop import TransferLoop
@@ -31,25 +32,21 @@ class _Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._facts: Facts | None = None
-        # One entry while there are facts; a wait for it is cheaper than a Condition's.
+        # An entry while there are events; a wait for it is cheaper than a Condition's.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, facts: Facts) -> None:
         """Add what one step brought."""
         with self._lock:
-            if self._facts is None:
-                self._facts = facts
+            earlier = () if self._facts is None else self._facts.events
+            self._facts = Facts(earlier + facts.events, facts.tables)
+            if facts.events and not earlier:
                 self._bell.put(None)
-            else:
-                events = self._facts.events + facts.events
-                self._facts = Facts(events, facts.tables)
 
     def take(self, wait: float) -> Facts | None:
-        """All since the last call; waits so many seconds if there is nothing."""
-        try:
+        """All since the last call; waits so many seconds if there is no event."""
+        with contextlib.suppress(queue.Empty):
             self._bell.get(block=wait > 0, timeout=wait)
-        except queue.Empty:
-            return None
         with self._lock:
             facts, self._facts = self._facts, None
             return facts
@@ -76,6 +73,8 @@ class TransferThread:
         self._ready = threading.Event()
         self._failures: list[Exception] = []
         self._loop: TransferLoop | None = None
+        self._computes = False
+        self._steady = False
         self._thread = threading.Thread(
             target=self._run, args=(make_loop,), name="nixl-transfer", daemon=True
         )
@@ -101,12 +100,24 @@ class TransferThread:
         """Orders that the thread has not taken up yet."""
         return self._orders.qsize()
 
-    def submit(self, orders: Iterable[Order]) -> None:
-        """Queue orders; never waits."""
+    def submit(self, orders: Iterable[Order], at_once: bool = True) -> None:
+        """Queue orders; never waits.
+
+        ``at_once``: they are worth keeping this thread from the interpreter.
+        """
         for order in orders:
             self._orders.put(order)
-        # Before the woken thread asks for the interpreter, which this one holds.
-        self._interval.lower()
+        if at_once:
+            # Before the woken thread asks for the interpreter, which this one holds.
+            self._interval.lower()
+
+    def computing(self, computes: bool) -> None:
+        """The forward thread begins to compute, or has ended; never waits."""
+        ends = self._computes and not computes
+        self._computes = computes
+        if ends and self._steady:
+            # What has come meanwhile is answered before the next computation.
+            self._orders.put(None)
 
     def drain(self, wait: float = 0.0) -> Facts | None:
         """Take what was published since the last call; waits if there is nothing."""
@@ -156,7 +167,8 @@ class TransferThread:
                 self._interval.restore()
                 wait = DEFECT_SECONDS
                 continue
-            rhythm.stepped(pace, bool(orders), began, time.monotonic())
+            self._steady = pace is Pace.STEADY
+            rhythm.stepped(pace, bool(orders), self._computes, began, time.monotonic())
             wait = rhythm.wait
             self._set_interval(rhythm.eager)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .ids import AgentName, EngineId, RegistrationId, TransferId
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_PACKET_BYTES = 16 << 20
 """Larger notifications are dropped unread: 16 MiB is 4 million block ids."""
@@ -200,6 +200,10 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 class LeaseGranted(_Message, frozen=True, tag="lease_granted"):
     """P → D (pull): these blocks hold it, for ``seconds`` from now on.
+
+    It is not taken back before, unless the reader has ended or says that it has read:
+    a READ that has ended within ``seconds`` of the first request has read what was
+    asked for.
 
     ``blocks`` is aligned with the request's ``want`` as in :class:`Register`; they
     have ``block_size`` tokens, 0: as many as the reader's.

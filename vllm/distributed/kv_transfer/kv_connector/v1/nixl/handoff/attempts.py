@@ -28,6 +28,7 @@ class State(Enum):
     ACCEPTED = auto()
     READING = auto()
     CONFIRMING = auto()
+    TELLING = auto()
     QUIESCING = auto()
 
 
@@ -37,7 +38,7 @@ class Source:
 
     ``pieces`` holds what has landed of each chunk, ``complete`` the chunks that have
     landed whole; ``remote`` the blocks that are read or have been, if any, which are
-    of ``generation``.
+    of ``generation``. It was read at ``read_at`` and has ``confirmed`` it.
     """
 
     pieces: dict[int, set[int]] = field(default_factory=dict)
@@ -48,8 +49,14 @@ class Source:
     granted: LeaseGranted | None = None
     remote: tuple[BlockArray, ...] | None = None
     generation: int = 0
-    read: bool = False
+    read_at: float | None = None
+    confirmed: bool = False
     quiet: bool = False
+
+    @property
+    def read(self) -> bool:
+        """Whether it has been read whole."""
+        return self.read_at is not None
 
     @property
     def num_chunks(self) -> int:
@@ -127,6 +134,7 @@ class Attempt:
     state: State = State.CONNECTING
     sources: dict[AgentName, Source] = field(default_factory=dict)
     next_send: float = 0.0
+    asked_at: float = 0.0
     open_reads: int = 0
     size: TransferSize = field(default_factory=TransferSize)
     stamps: Stamps = field(default_factory=Stamps)
@@ -135,6 +143,17 @@ class Attempt:
     def reads(self) -> bool:
         """Whether this rank READs, and is not written to."""
         return self.request.mode is Mode.PULL
+
+    def is_leased(self, source: Source) -> bool:
+        """Whether ``source`` was read within the lease that it has granted.
+
+        The lease began after it was asked for, on whatever clock.
+        """
+        return (
+            source.granted is not None
+            and source.read_at is not None
+            and source.read_at <= self.asked_at + source.granted.seconds
+        )
 
     def read_done(self, source: Source, ok: bool) -> ReadDone:
         """What a lender is told when this rank's READ has ended."""

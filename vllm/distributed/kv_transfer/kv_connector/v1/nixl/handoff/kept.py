@@ -8,7 +8,8 @@ advance. It goes through::
 
 A reader holds a lease. What is retired grants no new one and prolongs none, so it
 closes when the READs under way have ended, or their leases have. A READ counts only
-if its lease was not over; the reader is told, and discards it otherwise.
+if its lease was not over. The reader relies on that, so that nothing but its own word,
+the proof that it is gone, or the lease's end takes a lease back.
 """
 
 import secrets
@@ -168,8 +169,8 @@ class KeptTable:
 
     # ---- what the transport and the clock say
 
-    def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
-        """A reader does not answer; if it comes back, its READ does not count."""
+    def peer_gone(self, peer: AgentName, now: float) -> list[Action]:
+        """It is proven that a reader is no more."""
         return self._end_leases(lambda lease: lease.key[0] == peer, now)
 
     def tick(self, now: float) -> list[Action]:

@@ -5,19 +5,26 @@ It draws on one or more ranks of that engine, its sources, and needs all of them
 that fails ends the attempt for all. One attempt goes through::
 
     CONNECTING ──▶ REQUESTED ──▶ ACCEPTED ──▶ received                    WRITE
-    CONNECTING ──▶ REQUESTED ──▶ READING ──▶ CONFIRMING ──▶ received      READ
-    CONNECTING ────────────────▶ READING ──▶ CONFIRMING ──▶ received      by a hint
-          any of them ──▶ QUIESCING ──▶ gone
+    CONNECTING ──▶ REQUESTED ──▶ READING ──▶ received, TELLING ──▶ gone   READ
+    CONNECTING ────────────────▶ READING ──▶ received, TELLING ──▶ gone   by a hint
+                                    └──▶ CONFIRMING ──▶ received          too late
+          any but TELLING ──▶ QUIESCING ──▶ gone
 
-A READ by a hint begins while its lease is asked for. It counts like any other only
-once its lender has confirmed that what was read is what it holds for this attempt; a
-lease on other blocks than the hint's fails the attempt.
+A lease is not taken back before its time is over, so a READ that has ended within it
+counts at once. Its lender is told (TELLING) until it confirms, or is lost. Where the
+READ has taken longer, or the answer that grants the lease is missing, it counts if its
+lender confirms that what was read is what it still holds for this attempt.
+
+A READ by a hint begins while its lease is asked for. What it reads was held ever since
+the hint's generation began, which the lease names; one on other blocks than the hint's
+fails the attempt.
 
 QUIESCING means that the outcome is known to the scheduler while it is not yet
 proven that nothing writes into the blocks: until every source has said so, or is
 proven gone, or this rank's own READ has ended. No timer ends it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..ids import AgentName, RegistrationId, TransferId
@@ -80,6 +87,7 @@ class ReceiverTable:
             return []
         attempt.sources = {name: Source() for name in sources}
         attempt.state = State.REQUESTED
+        attempt.asked_at = now
         attempt.stamps.mark(Stage.ASKED, now)
         actions = self._ask(attempt, now)
         hint = attempt.request.hint
@@ -104,7 +112,7 @@ class ReceiverTable:
     ) -> list[Action]:
         """The request has ended; give its blocks back as soon as that is safe."""
         attempt = self._attempts.get(registration_id)
-        if attempt is None:
+        if attempt is None or attempt.state is State.TELLING:
             return [Report(ReceiveQuiet(registration_id))]
         if attempt.state is State.QUIESCING:
             return []
@@ -150,6 +158,8 @@ class ReceiverTable:
         if attempt is None or source is None:
             return []
         source.quiet = True
+        if attempt.state is State.TELLING:
+            return self._told(attempt)
         if attempt.state is State.QUIESCING:
             return self._quiesce(attempt)
         return self._fail(attempt, FailureKind.REFUSED, reason, now)
@@ -171,7 +181,7 @@ class ReceiverTable:
         attempt, source = self._lookup(peer, msg.registration_id)
         if attempt is None or source is None or not attempt.reads:
             return []
-        if attempt.state is State.QUIESCING:
+        if attempt.state in (State.QUIESCING, State.TELLING):
             return []
         if source.granted is not None:
             if source.granted.generation != msg.generation:
@@ -201,7 +211,7 @@ class ReceiverTable:
             attempt.stamps.mark(Stage.PREFILL_ENDED, now)
             return [self._read(attempt, peer, msg.generation, remote)]
         if source.is_read_as(msg.generation, remote):
-            return []
+            return self._progress(attempt, now)
         return self._fail(
             attempt,
             FailureKind.LEASE,
@@ -232,10 +242,10 @@ class ReceiverTable:
             if source.granted is None:
                 failure = f"remote_block_ids of kv_transfer_params: {failure}"
             return actions + self._fail(attempt, FailureKind.TRANSFER, failure, now)
-        source.read = True
+        source.read_at = now
         if all(source.read for source in attempt.sources.values()):
             attempt.state = State.CONFIRMING
-        return actions
+        return actions + self._progress(attempt, now)
 
     def read_confirmed(
         self, peer: AgentName, registration_id: RegistrationId, ok: bool, now: float
@@ -243,6 +253,13 @@ class ReceiverTable:
         """Whether the blocks we read were held for us until we had read them."""
         attempt, source = self._lookup(peer, registration_id)
         if attempt is None or source is None or attempt.state is State.QUIESCING:
+            return []
+        if attempt.state is State.TELLING:
+            source.confirmed = True
+            return self._told(attempt)
+        if attempt.is_leased(source):
+            # It may have heard of it too late.
+            source.confirmed = True
             return []
         if not ok:
             return self._fail(
@@ -253,7 +270,7 @@ class ReceiverTable:
             )
         if not source.read:
             return []
-        source.finished = True
+        source.confirmed = source.finished = True
         return self._progress(attempt, now)
 
     # ---- what the transport and the clock say
@@ -263,9 +280,13 @@ class ReceiverTable:
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
             source = attempt.sources.get(peer)
-            if source is None or source.done:
+            if source is None:
                 continue
-            if attempt.state is not State.QUIESCING:
+            if attempt.reads and source.done:
+                source.quiet = True
+            if attempt.state is State.TELLING:
+                actions += self._told(attempt)
+            elif attempt.state is not State.QUIESCING and not source.done:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
 
@@ -277,7 +298,9 @@ class ReceiverTable:
             if source is None:
                 continue
             source.quiet = True
-            if attempt.state is State.QUIESCING:
+            if attempt.state is State.TELLING:
+                actions += self._told(attempt)
+            elif attempt.state is State.QUIESCING:
                 actions += self._quiesce(attempt)
             elif not source.done:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
@@ -287,7 +310,9 @@ class ReceiverTable:
         """Fail what is late and say again what was not answered."""
         actions: list[Action] = []
         for attempt in list(self._attempts.values()):
-            if attempt.state is not State.QUIESCING and now > attempt.deadline:
+            if attempt.state is State.TELLING and now > attempt.deadline:
+                del self._attempts[attempt.request.registration_id]
+            elif attempt.state is not State.QUIESCING and now > attempt.deadline:
                 actions += self._fail(
                     attempt,
                     FailureKind.TIMEOUT,
@@ -302,10 +327,12 @@ class ReceiverTable:
 
     def sizes(self) -> dict[str, int]:
         """Entries per table; all zero when nothing is under way."""
-        quiescing = sum(a.state is State.QUIESCING for a in self._attempts.values())
+        states = Counter(attempt.state for attempt in self._attempts.values())
+        quiescing, telling = states[State.QUIESCING], states[State.TELLING]
         return {
-            "receiver_attempts": len(self._attempts) - quiescing,
+            "receiver_attempts": len(self._attempts) - quiescing - telling,
             "receiver_quiescing": quiescing,
+            "receiver_telling": telling,
         }
 
     def peers(self) -> set[AgentName]:
@@ -314,7 +341,8 @@ class ReceiverTable:
             name
             for attempt in self._attempts.values()
             for name, source in attempt.sources.items()
-            if not source.quiet and not source.done
+            if not source.quiet
+            and not (source.confirmed if attempt.reads else source.done)
         }
 
     def transfer_id(self, registration_id: RegistrationId) -> TransferId | None:
@@ -324,9 +352,10 @@ class ReceiverTable:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer may come at any moment."""
+        """Whether an answer that is waited for may come at any moment."""
         return any(
-            attempt.state is not State.QUIESCING for attempt in self._attempts.values()
+            attempt.state not in (State.QUIESCING, State.TELLING)
+            for attempt in self._attempts.values()
         )
 
     # ---- internals
@@ -360,11 +389,11 @@ class ReceiverTable:
         message: Message
         if attempt.state is State.QUIESCING:
             message = Cancel(request.registration_id, request.transfer_id)
-        elif attempt.state is State.CONFIRMING:
+        elif attempt.state in (State.CONFIRMING, State.TELLING):
             return [
                 Send(name, attempt.read_done(source, True))
                 for name, source in attempt.sources.items()
-                if not source.finished
+                if not source.confirmed and not source.quiet
             ]
         elif not attempt.reads:
             message = Register(
@@ -386,10 +415,13 @@ class ReceiverTable:
     def _progress(self, attempt: Attempt, now: float) -> list[Action]:
         if attempt.state is State.QUIESCING:
             return self._quiesce(attempt)
+        for source in attempt.sources.values():
+            source.finished |= attempt.is_leased(source)
         if not all(source.done for source in attempt.sources.values()):
             return []
         request = attempt.request
-        del self._attempts[request.registration_id]
+        attempt.state = State.TELLING
+        self._told(attempt)
         attempt.stamps.chunks = sum(s.num_chunks for s in attempt.sources.values())
         attempt.stamps.mark(Stage.ANSWERED, now)
         attempt.stamps.mark(Stage.LAST_NOTIFICATION, now)
@@ -404,6 +436,12 @@ class ReceiverTable:
                 )
             )
         ]
+
+    def _told(self, attempt: Attempt) -> list[Action]:
+        sources = attempt.sources.values()
+        if not attempt.reads or all(s.confirmed or s.quiet for s in sources):
+            del self._attempts[attempt.request.registration_id]
+        return []
 
     def _fail(
         self, attempt: Attempt, kind: FailureKind, reason: str, now: float

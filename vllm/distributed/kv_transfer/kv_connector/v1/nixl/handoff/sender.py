@@ -15,7 +15,9 @@ claims it under the engine's registration, and the claim goes through::
 
 A READ may have begun before its lease was granted, by what this engine has told the
 router. It counts if it has read the leased blocks of that very generation, which are
-pinned since before anybody was told of them, and its lease is not over.
+pinned since before anybody was told of them, and its lease is not over. Its reader
+relies on the lease without asking again, so only the reader's word, the proof that it
+is gone, or the lease's end takes it back.
 
 A hand-off closes when as many receivers as were announced have ended on all their
 ranks (one where none were announced), or its lease ends while nobody holds a claim,
@@ -173,7 +175,7 @@ class SenderTable:
         handoff.withdrawn = reason
         actions: list[Action] = []
         for claim in list(handoff.claims.values()):
-            if claim.state is not ClaimState.WRITING:
+            if claim.state is ClaimState.WAITING:
                 actions += self._refuse(handoff, claim, reason)
         actions += self._close_if_over(handoff, now)
         return actions
@@ -339,7 +341,16 @@ class SenderTable:
         return actions + self._close_if_over(handoff, now)
 
     def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
-        """The engine behind ``peer`` is gone; nothing can be sent to it."""
+        """``peer`` does not answer, but may still read."""
+        return self._give_up_on(peer, (ClaimState.WAITING,), now)
+
+    def peer_gone(self, peer: AgentName, now: float) -> list[Action]:
+        """It is proven that ``peer`` is no more."""
+        return self._give_up_on(peer, (ClaimState.WAITING, ClaimState.LEASED), now)
+
+    def _give_up_on(
+        self, peer: AgentName, states: tuple[ClaimState, ...], now: float
+    ) -> list[Action]:
         actions: list[Action] = []
         for handoff in self._handoffs.values():
             for claim in list(handoff.claims.values()):
@@ -347,8 +358,8 @@ class SenderTable:
                     continue
                 if claim.state is ClaimState.WRITING:
                     claim.abandoned = True
-                    continue
-                self._refuse(handoff, claim, "the decode engine was lost")
+                elif claim.state in states:
+                    self._refuse(handoff, claim, "the decode engine was lost")
             actions += self._close_if_over(handoff, now)
         return actions
 

@@ -125,14 +125,16 @@ class NixlWorker:
         self._reply = metadata.reply
         self._idling.begin(
             metadata.computes or metadata.reply or bool(metadata.report_failed),
-            bool(metadata.commands),
+            metadata.commands,
             time.monotonic(),
         )
         self._offers = metadata.offers
         if self._offers and self._layer_parts is not None:
             self._layer_parts.begin()
-        if metadata.commands and self._thread is not None:
-            self._thread.submit(metadata.commands)
+        if self._thread is not None:
+            self._thread.computing(metadata.computes)
+            if metadata.commands:
+                self._thread.submit(metadata.commands)
 
     def layer_computed(self, layer: str) -> None:
         """Hand over what this step has computed of a group of layers."""
@@ -165,10 +167,12 @@ class NixlWorker:
         """
         facts = None
         if self._thread is not None:
+            self._thread.computing(False)
             facts = self._thread.drain(self._idling.wait(time.monotonic()))
         reply, self._reply = self._reply, False
         if facts is not None:
-            self._idling.heard(time.monotonic())
+            if facts.events:
+                self._idling.heard(time.monotonic())
             return NixlWorkerMetadata(
                 [RankReport(self._rank, facts.events, facts.tables)]
             )
@@ -192,7 +196,9 @@ class NixlWorker:
             [
                 PendingOffer(replace(offer, part=part, parts=parts), fence, now)
                 for offer in self._offers
-            ]
+            ],
+            # Those that pull hear of it by way of the router.
+            at_once=self._mode is Mode.PUSH,
         )
 
     @property
@@ -218,6 +224,7 @@ class NixlWorker:
             self._config,
             agent,
             self._info,
+            self._mode,
             Token.load(self._config.side_channel_token_file),
             publish,
             time.monotonic,
