@@ -116,16 +116,20 @@ class Stages:
         await self._pulled(stage, Rule("post", "hold", "READ", f"{stage}."), "hold")
 
     async def _read(self, stage: str) -> None:
+        # Either would end it.
+        self._pair.control("D").add(
+            granted=Rule("receive", "drop", "lease_granted", f"{stage}.")
+        )
         rule = Rule("receive", "drop", "read_confirmed", f"{stage}.")
-        await self._pulled(stage, rule, "drop")
+        await self._pulled(stage, rule, "drop", kind="read_confirmed")
 
     async def _pulled(
-        self, stage: str, rule: Rule, fault: str, hint: bool = True
+        self, stage: str, rule: Rule, fault: str, hint: bool = True, kind: str = ""
     ) -> None:
         self._pair.control("D").add(**{stage: rule})
         await self._finished(stage)
         self.hand_offs[stage].send_decode(hint=hint)
-        await self._see_fault("D", self.hand_offs[stage], fault)
+        await self._see_fault("D", self.hand_offs[stage], fault, kind)
 
     async def _decoding(self, stage: str) -> None:
         self._pair.control("D").change(step_delay=SLOW_DECODE_STEP_S)
@@ -158,11 +162,17 @@ class Stages:
         hand_off.send_decode()
         return hand_off
 
-    async def _see_fault(self, side: Side, hand_off: HandOff, fault: str) -> None:
+    async def _see_fault(
+        self, side: Side, hand_off: HandOff, fault: str, kind: str = ""
+    ) -> None:
         await self.see(
             side,
             f"{fault} of {hand_off.name}",
-            lambda e: e.transfer == hand_off.transfer_id and e.fault == fault,
+            lambda e: (
+                e.transfer == hand_off.transfer_id
+                and e.fault == fault
+                and kind in ("", e.kind)
+            ),
         )
 
     async def _see_known(

@@ -23,7 +23,8 @@ fault or the failure policy asks for it.
 Stages of push: ``before_registration`` (D holds blocks, P does not know of them),
 ``registered``, ``mid_prefill``, ``mid_write``, ``written`` (all bytes are there, the
 news is lost), ``decoding``. Of pull: ``mid_prefill``, ``finished``, ``leased`` (the
-grant is lost), ``mid_read``, ``read`` (the confirmation is lost), ``decoding``.
+grant is lost), ``mid_read``, ``read`` (grant and confirmation are lost),
+``decoding``.
 
 Cells that are left out, and why:
 
