@@ -6,8 +6,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -24,7 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.support import check_supported
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RankInfo
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import role as worker_role
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.memory import (
+    KvMemory,
+    kv_memory,
+)
+from vllm.platforms.interface import Platform, PlatformEnum
 
 LAYERS = tuple(Layer(f"l{index}", 4, 8) for index in range(2))
 
@@ -73,16 +76,48 @@ def start(
     check_supported(config, cache, settings)
 
 
-def memory_type(device: str, buffer: str, declared: str | None = None) -> str:
-    """NIXL's memory type for a platform that says this of itself."""
-    platform = SimpleNamespace(
-        device_type=device, get_nixl_memory_type=lambda: declared
-    )
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer)
-    )
-    with mock.patch.object(worker_role, "current_platform", platform):
-        return worker_role._memory_type(config)
+class InTree(Platform):  # type: ignore[misc]
+    """A platform that leaves the hooks for NIXL as the base has them."""
+
+    _enum = PlatformEnum.CUDA
+    device_type = "cuda"
+
+
+class OutOfTree(Platform):  # type: ignore[misc]
+    """A platform of a plugin: its device has no name in torch, and it says all."""
+
+    _enum = PlatformEnum.OOT
+    device_type = "npu"
+    memory: ClassVar[str | None] = "VRAM"
+    buffers: ClassVar[tuple[str, ...]] = ("npu",)
+
+    @classmethod
+    def get_nixl_supported_devices(cls) -> dict[str, tuple[str, ...]]:
+        return {cls.device_type: cls.buffers}
+
+    @classmethod
+    def get_nixl_memory_type(cls) -> str | None:
+        return cls.memory
+
+
+class HostOnly(OutOfTree):
+    """One of which NIXL cannot register the memory."""
+
+    memory = None
+    buffers = ("cpu",)
+
+
+DEVICES = {
+    InTree: torch.device("cuda"),
+    OutOfTree: torch.device("privateuseone"),
+    HostOnly: torch.device("privateuseone"),
+}
+"""Where the caches are."""
+
+
+def memory_of(platform: type[Platform], buffer: str) -> KvMemory:
+    """What is registered on such a platform."""
+    return kv_memory(platform(), DEVICES[platform], buffer)
 
 
 def _scattered_blocks() -> None:
@@ -113,9 +148,9 @@ AT_START: dict[str, Callable[[], object]] = {
     "`push_layer_groups` with speculation": lambda: start(
         speculation=object(), layer_groups=2
     ),
-    "a staging buffer on the host": lambda: memory_type("cuda", "cpu"),
-    "a platform that does not say what its memory is": lambda: memory_type(
-        "npu", "npu"
+    "a staging buffer on the host": lambda: memory_of(HostOnly, "cpu"),
+    "a `kv_buffer_device` that the platform does not support": lambda: memory_of(
+        HostOnly, "npu"
     ),
     "cache layouts in which a block of a layer is not one piece": _scattered_blocks,
 }

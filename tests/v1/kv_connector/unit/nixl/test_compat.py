@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     decode_rank,
     encode,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import facts
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.facts import layout_facts
 
 REGION = RegionInfo("l0", 0, 4096, 64, 64, 10, 0)
@@ -107,11 +106,7 @@ def test_what_would_corrupt_is_refused_in_any_case(
     assert said in (refusal(HERE, _there(**changes), enforce) or "")
 
 
-def test_pages_packed_for_another_instruction_set_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(facts, "current_platform", SimpleNamespace(device_type="cpu"))
-
+def test_pages_packed_for_another_instruction_set_are_refused() -> None:
     def layout(isa: str) -> dict[str, str]:
         model = SimpleNamespace(
             dtype="float32",

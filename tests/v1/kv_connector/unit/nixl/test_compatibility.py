@@ -123,7 +123,6 @@ def test_every_refusal_of_the_start_has_a_row() -> None:
 
 
 def test_what_must_be_equal_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "current_platform", SimpleNamespace(device_type="cpu"))
     monkeypatch.setattr(facts, "get_current_attn_backends", lambda *_: ())
     model = SimpleNamespace(
         model="m",
@@ -138,7 +137,9 @@ def test_what_must_be_equal_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         model_config=model,
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(isa="vec")}
+        ),
     )
     cache: Any = SimpleNamespace(kv_cache_layout="LBHNC", transfer_groups=())
     for title, names in (

@@ -4,10 +4,20 @@
 from typing import get_args
 
 import pytest
+import torch
 
-from v1.kv_connector.unit.nixl.refusals import memory_type, start
+from v1.kv_connector.unit.nixl.refusals import (
+    HostOnly,
+    InTree,
+    OutOfTree,
+    memory_of,
+    start,
+)
 from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConfigError
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.memory import kv_memory
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import Platform
 
 
 def test_one_rank_and_one_group_are_supported() -> None:
@@ -88,27 +98,43 @@ def test_groups_of_layers_need_layers_that_are_done_after_one_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "buffer", "declared", "expected"),
+    ("platform", "buffer", "expected"),
     [
-        ("cuda", "cuda", None, "VRAM"),
-        ("xpu", "xpu", None, "VRAM"),
-        ("cpu", "cuda", None, "DRAM"),
+        # The base's platforms say nothing; a cache that is not the host's is VRAM.
+        (InTree, "cuda", "VRAM"),
         # What the platform says of itself counts, whatever it is called.
-        ("npu", "npu", "VRAM", "VRAM"),
-        ("neuron", "cpu", "DRAM", "DRAM"),
+        (OutOfTree, "npu", "VRAM"),
     ],
 )
-def test_kinds_of_memory(
-    device: str, buffer: str, declared: str | None, expected: str
+def test_kinds_of_memory(platform: type[Platform], buffer: str, expected: str) -> None:
+    assert memory_of(platform, buffer).mem_type == expected
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, InTree, OutOfTree])
+@pytest.mark.parametrize("buffer", ["cpu", "cuda"])
+def test_caches_on_the_host_are_registered_where_they_are(
+    platform: type[Platform], buffer: str
 ) -> None:
-    assert memory_type(device, buffer, declared) == expected
+    found = kv_memory(platform(), torch.device("cpu"), buffer)
+    assert found.mem_type == (platform.get_nixl_memory_type() or "DRAM")
+
+
+def test_a_platform_names_its_memory_and_its_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OutOfTree, "memory", "OBJ")
+    assert memory_of(OutOfTree, "npu").mem_type == "OBJ"
+    with pytest.raises(ConfigError, match=r"'cuda' on a 'npu' .* supports npu"):
+        memory_of(OutOfTree, "cuda")
+    monkeypatch.setattr(OutOfTree, "buffers", ("npu", "other"))
+    assert memory_of(OutOfTree, "other").mem_type == "OBJ"
+
+
+def test_a_buffer_that_a_silent_platform_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'xpu' on a 'cuda' .* supports cuda"):
+        memory_of(InTree, "xpu")
 
 
 def test_a_buffer_on_the_host_is_refused_beside_an_accelerator() -> None:
-    with pytest.raises(ConfigError, match="kv_buffer_device is 'cpu' on a 'cuda'"):
-        memory_type("cuda", "cpu")
-
-
-def test_a_platform_that_says_nothing_of_its_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on a 'npu' platform"):
-        memory_type("npu", "npu")
+    with pytest.raises(ConfigError, match="kv_buffer_device is 'cpu' on a 'npu'"):
+        memory_of(HostOnly, "cpu")

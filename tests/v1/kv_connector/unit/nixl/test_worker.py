@@ -52,7 +52,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_thread import (
     TransferThread,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import fence, idling, role
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import idling, role
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.role import NixlWorker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -322,8 +322,8 @@ class _StreamEvent:
 
     recorded: ClassVar[list["_StreamEvent"]] = []
 
-    def __init__(self, device: str) -> None:
-        assert device == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
         self.passed = False
 
     def record(self) -> None:
@@ -336,7 +336,7 @@ class _StreamEvent:
 def test_kv_moves_when_the_event_behind_its_computation_has_passed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fence, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(pair.p.worker, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch, "Event", _StreamEvent)
     monkeypatch.setattr(_StreamEvent, "recorded", [])
     pair.d.step(pair.wanted)

@@ -6,7 +6,6 @@ from typing import Any
 from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -47,9 +46,9 @@ def layout_facts(
         "num_layers": str(model.get_total_num_hidden_layers()),
         "kv_cache_groups": ",".join(map(_group, kv_cache_config.transfer_groups)),
     }
-    if current_platform.device_type == "cpu":
+    if isa := _cpu_isa(vllm_config):
         # The CPU backend packs a page for the instruction set that it picked.
-        facts["cpu_attention_isa"] = _cpu_isa(vllm_config)
+        facts["cpu_attention_isa"] = isa
     return facts
 
 

@@ -8,15 +8,15 @@ memory; the transfer thread asks for it, and nobody waits.
 
 import torch
 
-from vllm.platforms import current_platform
-
 from ..orders import Fence
+from .memory import HOST
 
 
-def compute_fence() -> Fence:
+def compute_fence(device: torch.device) -> Fence:
     """Tells when the work launched so far on the compute device has finished."""
-    if current_platform.device_type == "cpu":
+    if device.type == HOST:
+        # The host has done it.
         return lambda: True
-    event = torch.Event(device=current_platform.device_type)
+    event = torch.Event(device=device)
     event.record()
     return lambda: bool(event.query())

@@ -32,7 +32,7 @@ from ..commands import (
     NixlWorkerMetadata,
     RankReport,
 )
-from ..config import ConfigError, ConnectorConfig
+from ..config import ConnectorConfig
 from ..handoff.actions import Offer
 from ..ids import EngineId, Mode, new_agent_name
 from ..inline_transfer import Transfers, start_transfers
@@ -46,6 +46,7 @@ from .facts import compat_facts, layout_facts
 from .fence import compute_fence
 from .idling import Idling
 from .layer_parts import LayerParts
+from .memory import HOST, KvMemory, device_of, kv_memory
 from .shapes import layer_shapes
 
 logger = init_logger(__name__)
@@ -77,6 +78,8 @@ class NixlWorker:
         self._tp_rank: int = get_tensor_model_parallel_rank()
         self._pp_rank: int = get_pp_group().rank_in_group
         self._thread: Transfers | None = None
+        self._device = torch.device(HOST)
+        self._memory = KvMemory("DRAM")
         self._layer_parts: LayerParts | None = None
         self._offers: tuple[Offer, ...] = ()
         self._info: RankInfo | None = None
@@ -90,7 +93,14 @@ class NixlWorker:
         Raises:
             LayoutError: the caches cannot be transferred as they lie.
             AgentError: NIXL or one of its backends is not available.
+            ConfigError: the platform does not support ``kv_buffer_device``.
         """
+        self._device = device_of(kv_caches)
+        self._memory = kv_memory(
+            current_platform,
+            self._device,
+            self._vllm_config.kv_transfer_config.kv_buffer_device,
+        )
         layout = describe(
             kv_caches,
             self._kv_cache_config.num_blocks,
@@ -191,7 +201,7 @@ class NixlWorker:
     def _hand_over(self, part: int, parts: int) -> None:
         if self._thread is None:
             return
-        fence, now = compute_fence(), time.monotonic()
+        fence, now = compute_fence(self._device), time.monotonic()
         self._thread.submit(
             [
                 PendingOffer(replace(offer, part=part, parts=parts), fence, now)
@@ -209,17 +219,16 @@ class NixlWorker:
     def _make_loop(
         self, layout: CacheLayout, publish: Callable[[Facts], None]
     ) -> TransferLoop:
-        on_cpu = current_platform.device_type == "cpu"
-        mem_type = _memory_type(self._vllm_config)
+        on_host = self._device.type == HOST
         threads = self._config.num_threads
         agent = self.agent_class(
             new_agent_name(self._engine_id, self._rank),
             self._config.backends,
-            num_threads=(0 if on_cpu else 4) if threads is None else threads,
-            progress_thread=not on_cpu,
+            num_threads=(0 if on_host else 4) if threads is None else threads,
+            progress_thread=not on_host,
         )
-        agent.register(layout.ranges, mem_type)
-        self._info = self._describe(agent, layout, mem_type)
+        agent.register(layout.ranges, self._memory.mem_type)
+        self._info = self._describe(agent, layout)
         return TransferLoop(
             self._config,
             agent,
@@ -230,7 +239,7 @@ class NixlWorker:
             time.monotonic,
         )
 
-    def _describe(self, agent: Agent, layout: CacheLayout, mem_type: str) -> RankInfo:
+    def _describe(self, agent: Agent, layout: CacheLayout) -> RankInfo:
         parallel = self._vllm_config.parallel_config
         return RankInfo(
             protocol=PROTOCOL_VERSION,
@@ -241,32 +250,10 @@ class NixlWorker:
             pp_rank=self._pp_rank,
             pp_size=parallel.pipeline_parallel_size,
             block_size=self._vllm_config.cache_config.block_size,
-            mem_type=mem_type,
+            mem_type=self._memory.mem_type,
             agent_metadata=agent.metadata(),
             regions=layout.regions,
             compat=compat_facts(self._vllm_config),
             layout=layout_facts(self._vllm_config, self._kv_cache_config, self._mode),
             process=this_process(),
         )
-
-
-def _memory_type(vllm_config: VllmConfig) -> str:
-    """NIXL's name for the memory that the caches lie in.
-
-    Raises:
-        ConfigError: the platform names none.
-    """
-    declared = current_platform.get_nixl_memory_type()
-    if declared is not None:
-        return str(declared)
-    known = {"cpu": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
-    device = current_platform.device_type
-    buffer = vllm_config.kv_transfer_config.kv_buffer_device
-    if device == "cpu":
-        return "DRAM"
-    if buffer == device and device in known:
-        return known[device]
-    raise ConfigError(
-        f"kv_buffer_device is {buffer!r} on a {device!r} platform; supported is the "
-        "device's own memory"
-    )
