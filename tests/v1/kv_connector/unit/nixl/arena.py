@@ -152,9 +152,7 @@ class Rank(Memory):
         self.mode = mode
         self.events: list[Event] = []
         self.tables: dict[str, int] = {}
-        self.loop = TransferLoop(
-            CONFIG, self.agent, self.info, mode, token, self._take, time.monotonic
-        )
+        self.loop = self._make_loop(token)
         self.address = free_address()
         self._server = SideChannelServer(
             self.address, [encode(self.info)], NoReports(), token
@@ -166,6 +164,11 @@ class Rank(Memory):
     def close(self) -> None:
         self._server.close()
         self.loop.close()
+
+    def _make_loop(self, token: Token | None) -> TransferLoop:
+        return TransferLoop(
+            CONFIG, self.agent, self.info, self.mode, token, self._take, time.monotonic
+        )
 
     def _take(self, facts: Facts) -> None:
         self.events += facts.events

@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
     LayerShape,
     describe,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.support import check_supported
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RankInfo
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.memory import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.memory import (
     KvMemory,
     kv_memory,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.support import check_supported
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RankInfo
 from vllm.platforms.interface import Platform, PlatformEnum
 
 LAYERS = tuple(Layer(f"l{index}", 4, 8) for index in range(2))
@@ -76,11 +76,24 @@ def start(
     check_supported(config, cache, settings)
 
 
+class Silent(Platform):  # type: ignore[misc]
+    """A platform that leaves all hooks for NIXL as the base has them."""
+
+    _enum = PlatformEnum.OOT
+    device_type = "npu"
+
+
 class InTree(Platform):  # type: ignore[misc]
-    """A platform that leaves the hooks for NIXL as the base has them."""
+    """One of the base's: it says nothing either, but has the copies."""
 
     _enum = PlatformEnum.CUDA
     device_type = "cuda"
+
+    @classmethod
+    def swap_out_blocks_to_host(cls, *_: Any) -> None: ...
+
+    @classmethod
+    def insert_blocks_to_device(cls, *_: Any) -> None: ...
 
 
 class OutOfTree(Platform):  # type: ignore[misc]
@@ -108,6 +121,7 @@ class HostOnly(OutOfTree):
 
 
 DEVICES = {
+    Silent: torch.device("privateuseone"),
     InTree: torch.device("cuda"),
     OutOfTree: torch.device("privateuseone"),
     HostOnly: torch.device("privateuseone"),
@@ -148,7 +162,9 @@ AT_START: dict[str, Callable[[], object]] = {
     "`push_layer_groups` with speculation": lambda: start(
         speculation=object(), layer_groups=2
     ),
-    "a staging buffer on the host": lambda: memory_of(HostOnly, "cpu"),
+    "a staging buffer on the host, on a platform without copies": lambda: memory_of(
+        Silent, "cpu"
+    ),
     "a `kv_buffer_device` that the platform does not support": lambda: memory_of(
         HostOnly, "npu"
     ),

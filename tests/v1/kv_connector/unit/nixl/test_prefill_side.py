@@ -62,7 +62,11 @@ class Side:
     """A prefill side with its surroundings."""
 
     def __init__(
-        self, world_size: int = 1, chunked: bool = False, mode: Mode = Mode.PUSH
+        self,
+        world_size: int = 1,
+        chunked: bool = False,
+        mode: Mode = Mode.PUSH,
+        staged: bool = False,
     ) -> None:
         self.pool = pool()
         self.pins = PinBoard()
@@ -77,6 +81,7 @@ class Side:
             True,
             self.pins,
             self.records,
+            staged,
         )
 
     def closed(
@@ -416,6 +421,11 @@ def test_a_reader_is_told_the_generation_and_a_writer_needs_none() -> None:
     (group,) = told["remote_block_ids"]
     assert group[: len(offer.blocks[0])] == offer.blocks[0].tolist()
     _, told = _answer(Side(mode=Mode.PUSH))
+    assert told["remote_generation"] is None
+
+
+def test_nobody_reads_before_its_lease_what_has_yet_to_be_copied() -> None:
+    _, told = _answer(Side(mode=Mode.PULL, staged=True))
     assert told["remote_generation"] is None
 
 

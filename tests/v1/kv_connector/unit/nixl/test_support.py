@@ -10,12 +10,17 @@ from v1.kv_connector.unit.nixl.refusals import (
     HostOnly,
     InTree,
     OutOfTree,
+    Silent,
     memory_of,
     start,
 )
 from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.config import ConfigError
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.memory import kv_memory
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.memory import (
+    KvMemory,
+    is_staged,
+    kv_memory,
+)
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 
@@ -101,13 +106,19 @@ def test_groups_of_layers_need_layers_that_are_done_after_one_call() -> None:
     ("platform", "buffer", "expected"),
     [
         # The base's platforms say nothing; a cache that is not the host's is VRAM.
-        (InTree, "cuda", "VRAM"),
+        (InTree, "cuda", KvMemory("VRAM")),
+        (InTree, "cpu", KvMemory("DRAM", staged=True)),
+        (Silent, "npu", KvMemory("VRAM")),
         # What the platform says of itself counts, whatever it is called.
-        (OutOfTree, "npu", "VRAM"),
+        (OutOfTree, "npu", KvMemory("VRAM")),
+        (HostOnly, "cpu", KvMemory("DRAM", staged=True)),
     ],
 )
-def test_kinds_of_memory(platform: type[Platform], buffer: str, expected: str) -> None:
-    assert memory_of(platform, buffer).mem_type == expected
+def test_kinds_of_memory(
+    platform: type[Platform], buffer: str, expected: KvMemory
+) -> None:
+    assert memory_of(platform, buffer) == expected
+    assert is_staged(platform(), buffer) == expected.staged
 
 
 @pytest.mark.parametrize("platform", [CpuPlatform, InTree, OutOfTree])
@@ -116,7 +127,7 @@ def test_caches_on_the_host_are_registered_where_they_are(
     platform: type[Platform], buffer: str
 ) -> None:
     found = kv_memory(platform(), torch.device("cpu"), buffer)
-    assert found.mem_type == (platform.get_nixl_memory_type() or "DRAM")
+    assert found == KvMemory(platform.get_nixl_memory_type() or "DRAM")
 
 
 def test_a_platform_names_its_memory_and_its_buffers(
@@ -124,17 +135,14 @@ def test_a_platform_names_its_memory_and_its_buffers(
 ) -> None:
     monkeypatch.setattr(OutOfTree, "memory", "OBJ")
     assert memory_of(OutOfTree, "npu").mem_type == "OBJ"
-    with pytest.raises(ConfigError, match=r"'cuda' on a 'npu' .* supports npu"):
-        memory_of(OutOfTree, "cuda")
-    monkeypatch.setattr(OutOfTree, "buffers", ("npu", "other"))
-    assert memory_of(OutOfTree, "other").mem_type == "OBJ"
+    with pytest.raises(ConfigError, match=r"'cpu' on a 'npu' .* supports npu"):
+        memory_of(OutOfTree, "cpu")
+    monkeypatch.setattr(OutOfTree, "buffers", ("npu", "cpu"))
+    assert memory_of(OutOfTree, "cpu") == KvMemory("DRAM", staged=True)
 
 
 def test_a_buffer_that_a_silent_platform_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'xpu' on a 'cuda' .* supports cuda"):
+    with pytest.raises(ConfigError, match=r"'xpu' on a 'cuda' .* supports cuda, cpu"):
         memory_of(InTree, "xpu")
-
-
-def test_a_buffer_on_the_host_is_refused_beside_an_accelerator() -> None:
-    with pytest.raises(ConfigError, match="kv_buffer_device is 'cpu' on a 'npu'"):
-        memory_of(HostOnly, "cpu")
+    with pytest.raises(ConfigError, match=r"'cpu' on a 'npu' .* supports npu"):
+        memory_of(Silent, "cpu")

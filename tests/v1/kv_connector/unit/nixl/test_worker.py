@@ -23,6 +23,7 @@ from v1.kv_connector.unit.nixl.arena import (
     offer,
     request,
 )
+from v1.kv_connector.unit.nixl.fake_device import FakeDevice
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import nixl_utils
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Agent, AgentError
@@ -46,6 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     Mode,
     TransferId,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.memory import KvMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
@@ -350,6 +352,34 @@ def test_kv_moves_when_the_event_behind_its_computation_has_passed(
 
     event.passed = True
     pair.finish()
+
+
+def test_the_transfer_thread_copies_to_and_from_a_buffer_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caches are another device's, as far as the worker can tell."""
+    device, callers = FakeDevice(), set[int]()
+
+    def copy(*args: Any) -> None:
+        callers.add(threading.get_ident())
+        device.copy(*args)
+
+    staged = KvMemory("DRAM", staged=True)
+    monkeypatch.setattr(role, "kv_memory", lambda *_: staged)
+    pair = Pair(Mode.PUSH)
+    for engine in (pair.p, pair.d):
+        buffer = engine.worker._buffer
+        assert buffer is not None
+        monkeypatch.setattr(buffer, "_record", device.record)
+        monkeypatch.setattr(buffer, "_stream", device.stream)
+        engine.worker.use_copy_operation(copy)
+    pair.d.step(pair.wanted)
+    pair.p.step(Expect(T, 1, ()), offers=pair.given)
+    pair.finish()
+    assert {way for way, *_ in device.copied} == {"d2h", "h2d"}
+    threads = {e.thread._thread.ident for e in (pair.p, pair.d)}
+    assert callers == threads
+    pair.close()
 
 
 def test_what_happens_in_a_step_is_told_with_that_step(push: Pair) -> None:

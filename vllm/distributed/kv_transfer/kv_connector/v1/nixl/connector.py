@@ -32,6 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .commands import NixlConnectorMetadata, NixlHandshakeMetadata
 from .config import ConnectorConfig
+from .host_buffer import CopyOperation
 from .ids import EngineId, Mode
 from .prom import NixlPromMetrics
 from .scheduler.role import NixlScheduler
@@ -237,6 +238,10 @@ class NixlBaseConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the caches and start the transfer thread."""
         self._worker.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyOperation) -> None:
+        """The engine's copies between a device and the host."""
+        self._worker.use_copy_operation(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's description."""

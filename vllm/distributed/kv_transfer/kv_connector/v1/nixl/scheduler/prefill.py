@@ -86,6 +86,7 @@ class PrefillSide:
         address: this engine's side channel, told to routers.
         world_size: worker ranks, each of which reports on its own.
         suffix_appended: whether the engine appends a random suffix to request ids.
+        staged: whether KV is copied after it is computed and before it can be read.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class PrefillSide:
         suffix_appended: bool,
         pins: PinBoard,
         records: Records,
+        staged: bool = False,
     ) -> None:
         self._mode = mode
+        self._hints = mode is Mode.PULL and not staged
         self._chunked = chunked
         self._address = address
         self._block_size = block_size
@@ -327,10 +330,11 @@ class PrefillSide:
     def _generation_of(self, send: _Send, table: tuple[list[int], ...]) -> int | None:
         """What D must know to read before it is answered.
 
-        None where these are not the blocks that were offered: a request that went on
-        after its prompt may have been preempted, and computed anew into others.
+        None where nobody may, and where these are not the blocks that were offered: a
+        request that went on after its prompt may have been preempted, and computed
+        anew into others.
         """
-        if self._mode is not Mode.PULL or len(table) != len(send.last_offered):
+        if not self._hints or len(table) != len(send.last_offered):
             return None
         same = all(
             ids[: len(offered)] == [block.block_id for block in offered]

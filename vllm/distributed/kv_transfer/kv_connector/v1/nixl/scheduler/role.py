@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from .. import stats as names
@@ -32,6 +33,7 @@ from ..handoff.actions import (
     SenderClosed,
 )
 from ..ids import EngineId, Mode, RequestId, TransferId
+from ..memory import is_staged
 from ..params import (
     DecodeParams,
     ParamsError,
@@ -64,6 +66,10 @@ logger = init_logger(__name__)
 SPARE_BLOCKS = 4
 """What the engine wants to see free beyond a request's own blocks: room for tokens
 that are speculated, and for the step after a load."""
+
+
+_QUEUES = ("transfers", "pending_offers", "staging_out", "staging_in")
+"""Tables of a worker in which KV waits to be moved."""
 
 
 class NixlScheduler:
@@ -118,6 +124,9 @@ class NixlScheduler:
             suffix,
             self._pins,
             self._records,
+            is_staged(
+                current_platform, vllm_config.kv_transfer_config.kv_buffer_device
+            ),
         )
         self._decode = DecodeSide(
             mode,
@@ -328,7 +337,7 @@ class NixlScheduler:
             sum(
                 sizes.get(name, 0)
                 for sizes in self._tables.values()
-                for name in ("transfers", "pending_offers")
+                for name in _QUEUES
             ),
         )
         totals = Counter(self._records.totals())

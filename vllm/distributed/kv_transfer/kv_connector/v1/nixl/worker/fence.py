@@ -6,10 +6,12 @@ that is recorded on the compute stream behind it passes when its results are in
 memory; the transfer thread asks for it, and nobody waits.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
+from ..memory import HOST
 from ..orders import Fence
-from .memory import HOST
 
 
 def compute_fence(device: torch.device) -> Fence:
@@ -20,3 +22,11 @@ def compute_fence(device: torch.device) -> Fence:
     event = torch.Event(device=device)
     event.record()
     return lambda: bool(event.query())
+
+
+def copy_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Where work of the device is launched that the computation is not to delay."""
+    if device.type == HOST:
+        return nullcontext()
+    stream: AbstractContextManager[object] = torch.Stream(device=device)
+    return stream

@@ -34,19 +34,21 @@ from ..commands import (
 )
 from ..config import ConnectorConfig
 from ..handoff.actions import Offer
+from ..host_buffer import CopyOperation, HostBuffer
 from ..ids import EngineId, Mode, new_agent_name
 from ..inline_transfer import Transfers, start_transfers
-from ..layout import CacheLayout, describe
+from ..layout import CacheLayout, LayerShape, describe
+from ..memory import HOST, KvMemory, device_of, kv_memory
 from ..orders import Facts, PendingOffer
 from ..process import this_process
+from ..staged_loop import StagedLoop
 from ..stats import NixlKVConnectorStats
 from ..transfer_loop import TransferLoop
 from ..wire import PROTOCOL_VERSION, RankInfo, encode
 from .facts import compat_facts, layout_facts
-from .fence import compute_fence
+from .fence import compute_fence, copy_stream
 from .idling import Idling
 from .layer_parts import LayerParts
-from .memory import HOST, KvMemory, device_of, kv_memory
 from .shapes import layer_shapes
 
 logger = init_logger(__name__)
@@ -80,6 +82,7 @@ class NixlWorker:
         self._thread: Transfers | None = None
         self._device = torch.device(HOST)
         self._memory = KvMemory("DRAM")
+        self._buffer: HostBuffer | None = None
         self._layer_parts: LayerParts | None = None
         self._offers: tuple[Offer, ...] = ()
         self._info: RankInfo | None = None
@@ -101,11 +104,12 @@ class NixlWorker:
             self._device,
             self._vllm_config.kv_transfer_config.kv_buffer_device,
         )
-        layout = describe(
-            kv_caches,
-            self._kv_cache_config.num_blocks,
-            layer_shapes(self._vllm_config, self._kv_cache_config),
-        )
+        num_blocks = self._kv_cache_config.num_blocks
+        shapes = layer_shapes(self._vllm_config, self._kv_cache_config)
+        layout = describe(kv_caches, num_blocks, shapes)
+        if self._memory.staged:
+            caches = {name: kv_caches[name] for name in shapes if name in kv_caches}
+            layout = self._stage(caches, shapes)
         if self._mode is Mode.PUSH and self._config.push_layer_groups > 1:
             groups = self._config.push_layer_groups
             self._layer_parts = LayerParts(layout.regions, groups)
@@ -115,19 +119,25 @@ class NixlWorker:
         )
         logger.info(
             "NIXL %s connector of engine %s: %d regions of %d blocks, %d bytes per "
-            "block, backends %s",
+            "block, backends %s%s",
             self._mode.value,
             self._engine_id,
             len(layout.regions),
             self._kv_cache_config.num_blocks,
             layout.block_bytes,
             ", ".join(self._config.backends),
+            ", staged on the host" if self._memory.staged else "",
         )
 
     def handshake_metadata(self) -> NixlHandshakeMetadata:
         """This rank's description, for the side channel."""
         assert self._info is not None, _CLOSED_TEXT
         return NixlHandshakeMetadata(encode(self._info))
+
+    def use_copy_operation(self, operation: CopyOperation) -> None:
+        """The engine's operation for copies between a device and the host."""
+        if self._buffer is not None:
+            self._buffer.use(operation)
 
     def begin_step(self, metadata: NixlConnectorMetadata) -> None:
         """Start what does not depend on this step's forward pass."""
@@ -229,15 +239,32 @@ class NixlWorker:
         )
         agent.register(layout.ranges, self._memory.mem_type)
         self._info = self._describe(agent, layout)
-        return TransferLoop(
+        token = Token.load(self._config.side_channel_token_file)
+        common = (
             self._config,
             agent,
             self._info,
             self._mode,
-            Token.load(self._config.side_channel_token_file),
+            token,
             publish,
             time.monotonic,
         )
+        if self._buffer is None:
+            return TransferLoop(*common)
+        # Each thread has a current device, in which its copies are launched.
+        current_platform.set_device(self._device)
+        return StagedLoop(*common, self._buffer)
+
+    def _stage(
+        self, caches: Mapping[str, torch.Tensor], shapes: Mapping[str, LayerShape]
+    ) -> CacheLayout:
+        """The layout of a copy of the caches on the host."""
+        device, stream = self._device, copy_stream(self._device)
+        self._buffer = HostBuffer(caches, lambda: compute_fence(device), lambda: stream)
+        blocks = self._kv_cache_config.num_blocks
+        layout = describe(self._buffer.host, blocks, shapes)
+        self._buffer.bind(layout.regions)
+        return layout
 
     def _describe(self, agent: Agent, layout: CacheLayout) -> RankInfo:
         parallel = self._vllm_config.parallel_config

@@ -12,20 +12,25 @@ import torch
 
 from vllm.platforms.interface import Platform
 
-from ..config import ConfigError
+from .config import ConfigError
 
 HOST = "cpu"
 """What torch, and ``kv_buffer_device``, call the host's own memory."""
+
+_COPIES = ("swap_out_blocks_to_host", "insert_blocks_to_device")
 
 
 @dataclass(frozen=True)
 class KvMemory:
     """Where KV is while it moves.
 
-    ``mem_type`` is NIXL's name for it.
+    Attributes:
+        mem_type: NIXL's name for it.
+        staged: whether it is a copy on the host of caches that are elsewhere.
     """
 
     mem_type: str
+    staged: bool = False
 
 
 def kv_memory(platform: Platform, device: torch.device, buffer: str) -> KvMemory:
@@ -45,21 +50,28 @@ def kv_memory(platform: Platform, device: torch.device, buffer: str) -> KvMemory
             f"which supports {', '.join(supported)}"
         )
     if buffer == HOST:
-        raise ConfigError(
-            f"kv_buffer_device is {HOST!r} on a {platform.device_type!r} platform, but "
-            "KV is not staged on the host; use the platform's own memory"
-        )
+        return KvMemory("DRAM", staged=True)
     return KvMemory(declared or "VRAM")
 
 
 def buffers(platform: Platform) -> tuple[str, ...]:
     """The values of ``kv_buffer_device`` that a platform supports.
 
-    Where it does not say so, they are its own memory.
+    Where it does not say so, they are its own memory, and the host's if it has
+    operations that copy blocks there and back.
     """
     device = platform.device_type
     told: tuple[str, ...] | None = platform.get_nixl_supported_devices().get(device)
-    return (device,) if told is None else told
+    if told is not None:
+        return told
+    # Asked of the class: an instance answers with None to what it does not have.
+    copies = all(hasattr(type(platform), name) for name in _COPIES)
+    return (device, HOST) if copies else (device,)
+
+
+def is_staged(platform: Platform, buffer: str) -> bool:
+    """Whether the workers stage KV on the host, as the scheduler side may assume."""
+    return buffer == HOST and bool(platform.device_type != HOST)
 
 
 def device_of(
