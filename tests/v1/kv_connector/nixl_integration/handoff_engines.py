@@ -34,6 +34,7 @@ from pd_launcher import (
     transfer_config,
 )
 from pd_processes import ServerProcess, stop_all, wait_all_ready
+from tiny_audio import tiny_audio
 from tiny_lora import tiny_lora
 from tiny_model import TinySpec, default_folder, tiny_model
 
@@ -122,6 +123,11 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                 adapters={ADAPTER: str(tiny_lora(SPEC, folder))},
                 extra_arguments=(*base.extra_arguments, *FEATURE_ARGUMENTS),
             )
+        case ["audio"]:
+            folder = default_folder() / f"tiny-audio-{SPEC.key()}"
+            return replace(
+                base, transfer_config=own, model=str(tiny_audio(SPEC, folder))
+            )
         case ["speculating"]:
             return replace(
                 base,
@@ -130,6 +136,12 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                     *base.extra_arguments,
                     f"--speculative-config={json.dumps(SPECULATION)}",
                 ),
+            )
+        case ["uni"]:
+            # The base's own switch for an executor without worker processes.
+            alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            return replace(
+                base, transfer_config=own, environment=MappingProxyType(alone)
             )
         case ["dp", size]:
             return replace(base, transfer_config=own, data_parallel_size=int(size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine of two data-parallel ranks, each of which the router addresses."""
+"""An engine of two data-parallel ranks, each of which the router addresses."""
 
 from __future__ import annotations
 
@@ -33,11 +33,18 @@ pytestmark = [
 LENGTHS = (2, 33, 100, 513, 700, 900)
 
 
+@pytest.mark.parametrize("divided", ["prefill", "decode"])
 async def test_each_rank_hands_off(
-    room: EngineRoom, client: Client, mode: Mode
+    room: EngineRoom, client: Client, mode: Mode, divided: str
 ) -> None:
-    pair = room.pair(mode, f"{mode}-prefill-dp-2", f"{mode}-decode")
-    rng = random.Random(f"data parallel {mode}")
+    names = {role: f"{mode}-{role}" for role in ("prefill", "decode")}
+    names[divided] += "-dp-2"
+    pair = room.pair(mode, names["prefill"], names["decode"])
+    ranked, whole = pair.prefill, pair.decode
+    given, taken = "served", "received"
+    if divided == "decode":
+        ranked, whole, given, taken = whole, ranked, taken, given
+    rng = random.Random(f"data parallel {mode} {divided}")
     bodies = [
         completion(Ask(tuple(random_prompt(length, rng, SPEC)))) for length in LENGTHS
     ]
@@ -45,19 +52,19 @@ async def test_each_rank_hands_off(
     got = [await client.post(pair.router, body) for body in bodies]
     # Apart from the blocks that the hand-off has left in the cache.
     alone = await asyncio.gather(
-        *(client.post(pair.decode, {**b, "cache_salt": "own"}) for b in bodies)
+        *(client.post(whole, {**b, "cache_salt": "own"}) for b in bodies)
     )
 
     assert [g.tokens for g in got] == [a.tokens for a in alone]
-    taken = (await handoffs(pair.decode))[-len(LENGTHS) :]
-    assert [record["outcome"] for record in taken] == ["received"] * len(LENGTHS)
-    for rank, (_, port) in enumerate(pair.prefill.ranks):
-        await _assert_rank_clean(client, pair.prefill, rank)
-        given = await asyncio.to_thread(kv_integrity.handoffs, (LOOPBACK, port))
+    for rank, (_, port) in enumerate(ranked.ranks):
+        await _assert_rank_clean(client, ranked, rank)
+        records = await asyncio.to_thread(kv_integrity.handoffs, (LOOPBACK, port))
         # They take turns where they are equally busy.
-        assert len(given) == len(LENGTHS) // 2
-        assert {record["outcome"] for record in given} == {"served"}
+        assert len(records) == len(LENGTHS) // 2
+        assert {record["outcome"] for record in records} == {given}
     await assert_clean(client, pair)
+    records = (await handoffs(whole))[-len(LENGTHS) :]
+    assert [record["outcome"] for record in records] == [taken] * len(LENGTHS)
 
 
 async def _assert_rank_clean(client: Client, engine: Engine, rank: int) -> None:
