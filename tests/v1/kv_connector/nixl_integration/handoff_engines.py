@@ -149,6 +149,9 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             return _of_ranks(replace(base, transfer_config=own), kind, int(size), trace)
         case ["turns"]:
             return _conversing(replace(base, transfer_config=own), role)
+        case ["turns", "windows"]:
+            windowed = replace(base, model=str(tiny_model(WINDOW_SPEC)))
+            return _conversing(replace(windowed, transfer_config=own), role)
         case ["turns", "otherblocks"]:
             return _conversing(
                 _of_other_blocks(replace(base, transfer_config=own)), role

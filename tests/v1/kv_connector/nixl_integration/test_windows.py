@@ -12,6 +12,7 @@ import pytest
 
 from handoff_client import Client, assert_clean, completion, handoffs
 from handoff_engines import BLOCK_BYTES, BLOCK_SIZE, SPEC, WINDOW_SPEC, EngineRoom
+from handoff_turns import Talk, forget, reading, take_turn
 from handoff_workload import Ask
 from modes import PULL_IN_FULL
 from pd_launcher import Mode
@@ -37,6 +38,40 @@ async def test_answers_and_bytes(room: EngineRoom, client: Client, mode: Mode) -
         record = (await handoffs(pair.decode))[-1]
         assert record["outcome"] == "received"
         assert record["bytes"] == _moved(length)
+    await assert_clean(client, pair)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["push"])
+async def test_kept_turns_are_read_back(
+    room: EngineRoom, client: Client, mode: Mode
+) -> None:
+    """From the end of what is kept, and from no other place."""
+    names = f"{mode}-prefill-turns-windows", f"{mode}-decode-turns-windows"
+    pair = room.pair(mode, *names)
+    rng = random.Random("windows turns")
+    talk, before = Talk(), 0
+    history = tuple(random_prompt(300, rng, SPEC))
+    for more in (0, 70, 150):
+        history += tuple(random_prompt(more, rng, SPEC))
+        answer = await take_turn(client, pair, mode, talk, history)
+        # It caches nothing, and so computes all of it.
+        alone = await client.post(pair.prefill, completion(Ask(history)))
+        assert answer == alone.tokens
+        known = len(history) + len(answer) - 1
+        if more:
+            read = await reading(pair, talk.turns[-2])
+            assert (read["outcome"], read["tokens"]) == ("read", before)
+            assert read["bytes"] == _moved(before)
+        before, history = known, history + answer
+
+    # The whole beginning is the same, and the window before its end is not kept.
+    edited = (*history[: before - 40], *random_prompt(60, rng, SPEC))
+    answer = await take_turn(client, pair, mode, talk, edited)
+    alone = await client.post(pair.prefill, completion(Ask(edited)))
+    assert answer == alone.tokens
+    assert (await reading(pair, talk.turns[-2]))["outcome"] == "missed"
+    await forget(client, pair.decode)
     await assert_clean(client, pair)
 
 

@@ -152,9 +152,6 @@ AT_START: dict[str, Callable[[], object]] = {
     "MLA on CPUs without AMX": lambda: start(mla=True, continues=False),
     "cache groups of which some stay": lambda: start(groups=(16, 16), kept_back=1),
     "cache groups of unequal block sizes": lambda: start(groups=(16, 32)),
-    "several cache groups with `bidirectional_kv_xfer`": lambda: start(
-        groups=(16, 16), bidirectional=True
-    ),
     "more than one lookahead token": lambda: start(lookahead=2),
     "`push_layer_groups` with micro-batches": lambda: start(
         {"ubatch_size": 2}, layer_groups=2

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.retention impor
     MAX_NAMES_OF_A_TURN,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
 @pytest.fixture
@@ -60,6 +61,16 @@ def test_what_is_larger_than_the_budget_is_not_kept(cache: Cache) -> None:
     assert not cache.keep_new(B, 16)
     assert cache.free() == TOTAL - 3
     assert len(cache.orders) == 1
+
+
+def test_what_has_left_a_window_is_neither_counted_nor_held(cache: Cache) -> None:
+    held = allocate(cache.pool, 15)
+    blocks = list(held.blocks[0])
+    gone = [cache.pool.null_block] * 9
+    assert cache.keep(A, KVCacheBlocks((blocks[:12], [*gone, *blocks[12:]])))
+    free(cache.pool, held)
+    assert cache.pins.counts()["retained"] == 15
+    assert cache.free() == TOTAL - 15
 
 
 def test_without_a_budget_nothing_is_kept() -> None:

@@ -348,3 +348,18 @@ def test_questions_are_closed(asking: Side) -> None:
     assert asking.matched() is None
     asking.reuse.close()
     assert not asking.reuse._questions.pending
+
+
+def test_where_windows_let_go_all_that_is_kept_is_read_or_nothing(
+    keeper: Keeper,
+) -> None:
+    edited = [*HISTORY[:-2], HISTORY[-2] + 1, *HISTORY[-1:], *NEXT[len(HISTORY) :]]
+    for tokens, everywhere, at_the_end in (
+        (NEXT, SHARED, SHARED),
+        (edited, SHARED // BLOCK * BLOCK, 0),
+    ):
+        for whole_only, expected in ((False, everywhere), (True, at_the_end)):
+            side = Side(keeper.address, tokens=tokens)
+            side.reuse.whole_only = whole_only
+            assert side.known() == expected
+            side.close()

@@ -62,14 +62,12 @@ def test_context_parallelism_is_named(option: str) -> None:
         start({option: 2})
 
 
-def test_several_groups_have_equal_blocks_and_one_direction() -> None:
+def test_several_groups_have_equal_blocks() -> None:
     start(groups=(16, 16))
-    start(bidirectional=True)
+    start(groups=(16, 16), bidirectional=True)
     remedy = "--disable-hybrid-kv-cache-manager"
     with pytest.raises(ConfigError, match=rf"\[16, 32\] tokens.*{remedy}"):
         start(groups=(16, 32))
-    with pytest.raises(ConfigError, match=f"bidirectional_kv_xfer.*{remedy}"):
-        start(groups=(16, 16), bidirectional=True)
 
 
 def test_a_backend_that_cannot_continue_a_prompt_is_refused() -> None:

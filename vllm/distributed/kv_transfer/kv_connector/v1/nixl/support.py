@@ -64,7 +64,7 @@ def check_supported(
             "prompt that is partly computed (on CPUs without AMX); a decode engine "
             "continues each of them. Turn one of both on if the backend can"
         )
-    _check_groups(vllm_config, kv_cache_config, config)
+    _check_groups(vllm_config, kv_cache_config)
     lookahead = vllm_config.num_prefill_lookahead_tokens
     if lookahead > 1:
         raise ConfigError(
@@ -81,10 +81,8 @@ def check_supported(
         )
 
 
-def _check_groups(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
-) -> None:
-    """Several groups go with equal blocks, all of them, and in one direction."""
+def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Several groups go with equal blocks, and all of them."""
     groups, remedy = kv_cache_config.kv_cache_groups, _NO_GROUPS
     kept_back = len(groups) - len(kv_cache_config.transfer_groups)
     if kept_back:
@@ -101,10 +99,4 @@ def _check_groups(
             f"the model's {len(groups)} KV cache groups have blocks of {sizes} tokens "
             f"(block_size is {block_size}); the NIXL connectors support several groups "
             f"of equal block sizes ({remedy})"
-        )
-    if config.bidirectional_kv_xfer:
-        raise ConfigError(
-            f"bidirectional_kv_xfer is on, and the model has {len(groups)} KV cache "
-            "groups: a sliding window keeps too little of a conversation for its next "
-            f"turn. Turn it off, or keep everything ({remedy})"
         )

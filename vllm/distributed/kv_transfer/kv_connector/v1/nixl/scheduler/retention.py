@@ -124,7 +124,8 @@ class Retention:
         """Keep what a request leaves behind; whether there was room for it."""
         _, total = self._pins.usage()
         budget = int(self._budget * total)
-        if not 0 < sum(len(group) for group in blocks) <= budget:
+        # Block 0 stands for one that a window has let go of.
+        if not 0 < sum(len(group) - group.count(0) for group in blocks) <= budget:
             return False
         if len(self._of_turn.get(transfer_id, ())) >= MAX_NAMES_OF_A_TURN:
             return False

@@ -62,6 +62,11 @@ class ReuseSide:
         threshold: fewest tokens that are worth reading.
         lookup_timeout: seconds that the question may take.
         read_timeout: seconds that a READ may take.
+
+    Attributes:
+        whole_only: whether KV is of use only if a prompt shares all of it. What a
+            sliding window has let go of is not kept, so that a prompt can go on from
+            the end of what is kept, and from no other place.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class ReuseSide:
         records: Records,
         token: Token | None,
     ) -> None:
+        self.whole_only = False
         self._threshold = max(1, threshold)
         self._content = content
         self._loads = loads
@@ -178,6 +184,8 @@ class ReuseSide:
                 # Under any other name it would be asked for as a hand-off.
                 continue
             shared = self._content.shared_tokens(reuse.request, kept)
+            if self.whole_only and shared < kept.num_tokens:
+                continue
             if shared > reuse.shared:
                 reuse.shared, reuse.kept = shared, kept
         reuse.phase = _Phase.FOUND

@@ -162,16 +162,16 @@ class NixlScheduler:
         """The engine's cache manager, in whose pool blocks are pinned."""
         self._manager = manager
         # Other kinds of attention give blocks back that are out of their window.
-        lends = all(
+        keeps_all = all(
             type(group.kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
             for group in manager.kv_cache_config.kv_cache_groups
         )
         self._pins.bind(
-            manager.block_pool, lambda name: manager.get_blocks(name).blocks, lends
+            manager.block_pool, lambda name: manager.get_blocks(name).blocks, keeps_all
         )
         before_reset(manager, self._free_all)
         if self._turns is not None:
-            self._turns.bind(manager)
+            self._turns.bind(manager, keeps_all)
 
     def serve(self, workers: dict[tuple[int, int], NixlHandshakeMetadata]) -> None:
         """Open the side channel, now that the workers have described themselves.

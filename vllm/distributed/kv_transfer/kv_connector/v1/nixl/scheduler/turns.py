@@ -82,8 +82,12 @@ class Turns:
         self._decoding: dict[RequestId, _Turn] = {}
         self._generation = 0
 
-    def bind(self, manager: "KVCacheManager") -> None:
-        """The engine's cache manager; what is kept goes before its cache is reset."""
+    def bind(self, manager: "KVCacheManager", keeps_all: bool) -> None:
+        """The engine's cache manager; what is kept goes before its cache is reset.
+
+        ``keeps_all``: a request has the blocks of all its tokens, at any time.
+        """
+        self._reuse.whole_only = not keeps_all
         self._content.hash_block_size = manager.block_pool.hash_block_size
         before_reset(manager, self.drop_all)
 
