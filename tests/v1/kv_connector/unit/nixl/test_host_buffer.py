@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from v1.kv_connector.unit.nixl.fake_device import FakeDevice
+from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import host_buffer
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.host_buffer import (
     BlockCopy,
@@ -147,6 +148,39 @@ def test_a_failure_is_told_when_nothing_is_under_way() -> None:
     with pytest.raises(RuntimeError, match="the device has gone"):
         copy.advance(over)
     assert device.copied == [("h2d", "l0", (1,))]
+
+
+class _Platform:
+    """The operations of a platform, as those of the base's do it."""
+
+    @staticmethod
+    def swap_out_blocks_to_host(
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_blocks: torch.Tensor,
+        target_blocks: torch.Tensor,
+    ) -> None:
+        target[target_blocks] = source[source_blocks]
+
+    insert_blocks_to_device = swap_out_blocks_to_host
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_operation_that_the_engine_gives_copies_what_is_named(
+    monkeypatch: pytest.MonkeyPatch, across: bool
+) -> None:
+    monkeypatch.setattr(utils, "current_platform", _Platform)
+    caches = _layers(across)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    buffer = _buffer(caches, FakeDevice())
+    buffer.use(utils.copy_kv_blocks)
+    _finish(buffer.out_of_device([_ids(5, 2)]))
+    for cache in caches.values():
+        cache.zero_()
+    _finish(buffer.into_device([_ids(2, 5)]))
+    for name, cache in caches.items():
+        assert torch.equal(cache[[2, 5]], before[name][[2, 5]])
+        assert not cache[[0, 1, 3, 4, 6, 7]].any()
 
 
 def test_an_engine_that_gives_no_operation_is_told() -> None:
