@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from microbench_cells import (
     Row,
+    blocks,
     chunks,
     hand_over,
     layers,
@@ -105,6 +106,12 @@ def _layers(pair: Pair, quick: bool) -> Iterator[Row]:
     else:
         counts, computes = (1, 2, 4, 8, 16), (0.1, 0.3, 1.0)
         yield from layers(pair, setting, LONG_TOKENS, counts, 5, computes)
+
+
+def _blocks(pair: Pair, quick: bool) -> Iterator[Row]:
+    sizes, rounds = ((64,), 1) if quick else ((16, 32, 64, 128), 7)
+    settings = [Setting(pair.folder, Shape(8, size)) for size in sizes]
+    yield from blocks(pair, settings, QUICK_TOKENS if quick else LONG_TOKENS, rounds)
 
 
 def _parked(pair: Pair, quick: bool) -> Iterator[Row]:
@@ -190,6 +197,21 @@ PARTS = {
             Column("forward_rounds_per_s", "forward rounds/s", 0),
         ),
         _parked,
+    ),
+    "blocks": Part(
+        "A prompt of 16k tokens at TP 8 by block size, sizes in turn",
+        (
+            Column("block_size", "block"),
+            Column("fragmented", "fragmented"),
+            Column("page_kib", "page KiB", 0),
+            Column("descriptors", "descriptors"),
+            Column("hand_offs", "n"),
+            Column("moving_p50_ms", "moving p50 ms", 1),
+            Column("moving_least_ms", "least", 1),
+            Column("moving_most_ms", "most", 1),
+            Column("outside_cores", "outside load", 2),
+        ),
+        _blocks,
     ),
     "matrix": Part(
         "All shapes: first WRITE of a plan of 1,024 pages; bytes per second of 256 MiB",

@@ -119,6 +119,39 @@ def matrix(
                     yield row
 
 
+def blocks(
+    pair: Pair, settings: Sequence[Setting], tokens: int, rounds: int
+) -> Iterator[Row]:
+    """The same prompt with every block size, which take turns in each round."""
+    moving: dict[tuple[int, bool], list[float]] = {}
+    rows: dict[tuple[int, bool], Row] = {}
+    for _ in range(rounds):
+        for setting in settings:
+            with pair.open(setting) as engine:
+                for fragmented in (False, True):
+                    pair.arrange(fragmented)
+                    forward = Forward(busy=False)
+                    result = pair.play(Arrivals(2, 0.6), tokens, forward)
+                    # The first one connects the two and touches the memory.
+                    one = result.timed[-1]
+                    key = engine.shape.block_size, fragmented
+                    times = moving.setdefault(key, [])
+                    times.append(one.moving)
+                    pages = engine.shape.regions * engine.shape.blocks(tokens)
+                    rows[key] = {
+                        "block_size": engine.shape.block_size,
+                        "fragmented": fragmented,
+                        "page_kib": one.bytes / pages / 1024,
+                        "descriptors": one.descriptors,
+                        "hand_offs": len(times),
+                        "moving_p50_ms": quantile(times, 0.5),
+                        "moving_least_ms": min(times),
+                        "moving_most_ms": max(times),
+                        "outside_cores": result.outside,
+                    }
+    yield from rows.values()
+
+
 @contextmanager
 def interval(lowered: bool) -> Iterator[None]:
     """With the transfer thread lowering the switch interval, or leaving it alone."""
