@@ -30,6 +30,8 @@ def _some() -> NixlKVConnectorStats:
     stats.receive_failed(FailureKind.TIMEOUT)
     stats.held(names.QUARANTINED, 7)
     stats.held(names.QUEUED_TRANSFERS, 3)
+    stats.more(names.DROPPED["evicted"], 2)
+    stats.more(names.STALLED_SECONDS, 1.5)
     stats.handoff(Role.SENDER, {"queue": 0.5, "prefill": 2.0})
     stats.handoff(Role.RECEIVER, {"queue": 0.25})
     return stats
@@ -123,6 +125,9 @@ def test_metrics_have_the_bases_names(metrics: NixlPromMetrics) -> None:
     assert value("num_failed_handoffs_total", kind="timeout") == 2
     assert value("num_failed_handoffs_total", kind="refused") == 0
     assert value("quarantined_blocks") == 7
+    assert value("num_retained_dropped_total", reason="evicted") == 4
+    assert value("num_retained_dropped_total", reason="expired") == 0
+    assert value("transfer_thread_stalled_seconds_total") == 3.0
     assert value("transfer_queue_depth") == 3
     assert value("handoff_queue_seconds_count", role="sender") == 2
     assert value("handoff_queue_seconds_sum", role="sender") == 1.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from v1.kv_connector.unit.nixl.arena import CONFIG, Memory
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import rhythm
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import rhythm, transfer_thread
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import (
     Expect,
     Withdraw,
@@ -217,3 +217,32 @@ def test_orders_that_come_while_it_works_are_counted(
     assert rank.thread.queued == 2
     held.let_go()
     rank.until(lambda: rank.thread.queued == 0)
+
+
+def test_a_step_that_does_not_end_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_thread, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(transfer_thread, "STALL_LOG_SECONDS", 0.1)
+    told: list[str] = []
+    monkeypatch.setattr(
+        transfer_thread.logger, "error", lambda text, *_: told.append(text)
+    )
+    monkeypatch.setattr(rhythm, "RELAXED_SECONDS", 0.01)
+    held = Held(rank, monkeypatch)
+    rank.thread.submit([Expect(T, 1, ())])
+    held.until_working()
+    stuck: list[float] = []
+
+    def stalled() -> float:
+        stuck.append(rank.thread.new_stall())
+        return sum(stuck)
+
+    rank.until(lambda: stalled() > 0.3)
+    (text,) = told
+    assert "has not come back from a step" in text
+    # Each call tells only what is new, so that they add up.
+    assert max(stuck) < 0.3
+    held.let_go()
+    # Two in a row: the first may still see the step that has just ended.
+    rank.until(lambda: rank.thread.new_stall() == rank.thread.new_stall() == 0)

@@ -40,8 +40,12 @@ class Transfers(Protocol):
         """Take what was published since the last call, in ``wait`` seconds at most."""
         ...
 
-    def close(self) -> None:
-        """End the loop; peers are told first."""
+    def new_stall(self) -> float:
+        """Seconds of being stuck that no earlier call has told; one caller only."""
+        ...
+
+    def close(self, patience: float = 0.0) -> None:
+        """End the loop; peers are told first, see :meth:`.TransferLoop.close`."""
         ...
 
 
@@ -77,10 +81,14 @@ class InlineTransfer:
         facts, self._facts = self._facts, None
         return facts
 
-    def close(self) -> None:
-        """End the loop; peers are told first."""
+    def new_stall(self) -> float:
+        """None: the forward thread is the one that would be stuck."""
+        return 0.0
+
+    def close(self, patience: float = 0.0) -> None:
+        """End the loop; peers are told first, see :meth:`.TransferLoop.close`."""
         try:
-            self._loop.close()
+            self._loop.close(patience)
         except Exception:
             logger.exception("The transfer loop did not close cleanly")
 

@@ -109,6 +109,22 @@ class NixlPromMetrics(KVConnectorPromMetrics):
             for engine, labels in self.per_engine_labelvalues.items()
             for outcome in names.REUSE_OUTCOMES
         }
+        dropped = self._counter_cls(
+            name="vllm:nixl_num_retained_dropped",
+            documentation="Kept answers that went before anybody released them: for "
+            "want of room or at the end of their life.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._dropped = {
+            (engine, reason): dropped.labels(*labels, reason)
+            for engine, labels in self.per_engine_labelvalues.items()
+            for reason in names.RETAINED_ENDS
+        }
+        self._stalled_seconds = self._counter(
+            "vllm:nixl_transfer_thread_stalled_seconds",
+            "Time for which a transfer thread has not come back from a step, beyond "
+            "the first two seconds, over all ranks.",
+        )
         self._reused_tokens = self._counter(
             "vllm:nixl_reused_tokens",
             "Prompt tokens whose KV was read back from the engine that keeps it.",
@@ -163,7 +179,10 @@ class NixlPromMetrics(KVConnectorPromMetrics):
                 self._failed_handoffs[engine_idx, kind].inc(len(data[key]))
         for outcome, key in names.REUSES.items():
             self._reuses[engine_idx, outcome].inc(sum(data[key]))
+        for reason, key in names.DROPPED.items():
+            self._dropped[engine_idx, reason].inc(sum(data[key]))
         self._reused_tokens[engine_idx].inc(sum(data[names.REUSED_TOKENS]))
+        self._stalled_seconds[engine_idx].inc(sum(data[names.STALLED_SECONDS]))
         for key, gauge in self._gauges.items():
             if data[key]:
                 gauge[engine_idx].set(data[key][-1])

@@ -27,10 +27,14 @@ FAILED_HANDOFFS = "num_failed_handoffs"
 QUARANTINED = "quarantined_blocks"
 RETAINED = "retained_blocks"
 REUSED_TOKENS = "reused_tokens"
+STALLED_SECONDS = "transfer_thread_stalled_seconds"
 QUEUED_TRANSFERS = "queued_transfers"
 
 REUSE_OUTCOMES = ("read", "recomputed", "missed")
 """What becomes of a prompt of which another engine may keep a part."""
+
+RETAINED_ENDS = ("evicted", "expired")
+"""Why kept KV goes that nobody has released."""
 
 _SERIES = (TRANSFER_SECONDS, POST_SECONDS, BYTES, DESCRIPTORS)
 _FAILURES = (
@@ -44,6 +48,7 @@ _FAILURES = (
 
 HANDOFFS = {kind: f"{FAILED_HANDOFFS}_{kind.value}" for kind in FailureKind}
 REUSES = {outcome: f"num_reuses_{outcome}" for outcome in REUSE_OUTCOMES}
+DROPPED = {reason: f"num_retained_dropped_{reason}" for reason in RETAINED_ENDS}
 GAUGES = (QUARANTINED, RETAINED, QUEUED_TRANSFERS)
 HANDOFF_SECONDS = {
     (role, name): f"handoff_seconds_{role.value}_{name}"
@@ -77,7 +82,9 @@ class NixlKVConnectorStats(KVConnectorStats):
                 *_FAILURES,
                 *HANDOFFS.values(),
                 *REUSES.values(),
+                *DROPPED.values(),
                 REUSED_TOKENS,
+                STALLED_SECONDS,
                 *GAUGES,
             )
         }
@@ -106,6 +113,11 @@ class NixlKVConnectorStats(KVConnectorStats):
                 self.data[REUSES[outcome]].append(count)
         if tokens:
             self.data[REUSED_TOKENS].append(tokens)
+
+    def more(self, key: str, amount: float) -> None:
+        """So much more of what ``key`` names."""
+        if amount:
+            self.data[key].append(amount)
 
     def handoff(self, role: Role, seconds: Mapping[str, float]) -> None:
         """A hand-off has ended; ``seconds`` by name, as in :func:`.durations`."""
@@ -188,6 +200,11 @@ class StatsCollector:
         """See :meth:`NixlKVConnectorStats.reused`."""
         with self._lock:
             self._stats.reused(outcomes, tokens)
+
+    def more(self, key: str, amount: float) -> None:
+        """See :meth:`NixlKVConnectorStats.more`."""
+        with self._lock:
+            self._stats.more(key, amount)
 
     def handoff(self, role: Role, seconds: Mapping[str, float]) -> None:
         """See :meth:`NixlKVConnectorStats.handoff`."""

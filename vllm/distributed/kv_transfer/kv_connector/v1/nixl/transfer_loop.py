@@ -5,6 +5,7 @@
 it can be called from any one thread instead.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -35,6 +36,7 @@ from .connections import (
     PeerGone,
     PeerLost,
 )
+from .ending import STEP_SECONDS, Ending
 from .handoff.actions import (
     Action,
     Event,
@@ -85,6 +87,7 @@ TICK_SECONDS = 0.05
 REPEAT_SECONDS = 2.0
 STALL_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
+"""Bound on the end of what is posted, when nothing more is."""
 
 
 class TransferLoop:
@@ -160,12 +163,31 @@ class TransferLoop:
             self._tables = tables
         return self._pace(heard)
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.0) -> None:
         """End all transfers and take leave of all peers.
 
-        A peer with which a transfer does not end in time is told nothing, since
-        the leave is a promise that nothing is written any more.
+        What is computed may still be taken, and READs under way may end, for up to
+        ``patience`` seconds. A peer with which a transfer does not end in time is told
+        nothing, since the leave is a promise that nothing is written any more.
         """
+        ending = Ending(
+            self._sender,
+            self._kept,
+            self._receiver,
+            self._movement,
+            self._connections,
+        )
+        deadline = self._clock() + patience
+        while self._offers and self._clock() < deadline:
+            # Its computation is about to end.
+            self.step(())
+            time.sleep(STEP_SECONDS)
+        self._do(ending.begin(self._clock()))
+        self.step(())
+        while ending.is_awaited() and self._clock() < deadline:
+            time.sleep(STEP_SECONDS)
+            self.step(())
+        ending.tell_left(patience)
         self._movement.post_no_more()
         deadline = self._clock() + CLOSE_SECONDS
         while len(self._movement) and self._clock() < deadline:

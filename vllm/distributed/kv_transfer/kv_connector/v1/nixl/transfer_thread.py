@@ -23,7 +23,13 @@ logger = init_logger(__name__)
 DEFECT_SECONDS = 1.0
 """Pause after a step that has failed."""
 
+STALL_SECONDS = 2.0
+"""A step may take so long; no wait between two of them is longer."""
+
+STALL_LOG_SECONDS = 5.0
+
 _CLOSE_TIMEOUT = 5.0
+"""Bound on the end of the thread, beyond what it may wait for peers."""
 
 
 class _Outbox:
@@ -75,6 +81,9 @@ class TransferThread:
         self._loop: TransferLoop | None = None
         self._computes = False
         self._steady = False
+        self._turned_at = time.monotonic()
+        self._stall_told = 0.0
+        self._patience = 0.0
         self._thread = threading.Thread(
             target=self._run, args=(make_loop,), name="nixl-transfer", daemon=True
         )
@@ -123,13 +132,33 @@ class TransferThread:
         """Take what was published since the last call; waits if there is nothing."""
         return self._outbox.take(wait)
 
-    def close(self) -> None:
-        """End the thread; peers are told first."""
+    def new_stall(self) -> float:
+        """Seconds of being stuck that no earlier call has told; one caller only."""
+        late = time.monotonic() - self._turned_at - STALL_SECONDS
+        if late <= 0:
+            self._stall_told = 0.0
+            return 0.0
+        # The thread may have turned since, and be stuck anew.
+        told = min(self._stall_told, late)
+        if told < STALL_LOG_SECONDS <= late:
+            logger.error(
+                "The transfer thread has not come back from a step for %.0f s; no KV "
+                "moves and no peer is answered",
+                late + STALL_SECONDS,
+            )
+        self._stall_told = late
+        return late - told
+
+    def close(self, patience: float = 0.0) -> None:
+        """End the thread; peers are told first, see :meth:`.TransferLoop.close`."""
+        self._patience = patience
         self._stop.set()
         self._orders.put(None)
-        self._thread.join(_CLOSE_TIMEOUT)
+        self._thread.join(patience + _CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("The transfer thread did not end in %g s", _CLOSE_TIMEOUT)
+            logger.warning(
+                "The transfer thread did not end in %g s", patience + _CLOSE_TIMEOUT
+            )
 
     def _run(
         self, make_loop: Callable[[Callable[[Facts], None]], TransferLoop]
@@ -146,7 +175,12 @@ class TransferThread:
         finally:
             self._interval.restore()
         try:
-            self._loop.close()
+            # What was queued while the last step was under way.
+            self._loop.step(self._take(0.0))
+        except Exception:
+            logger.exception("The last orders of the transfer thread failed")
+        try:
+            self._loop.close(self._patience)
         except Exception:
             logger.exception("The transfer thread did not close cleanly")
 
@@ -157,7 +191,7 @@ class TransferThread:
             orders = self._take(wait)
             # A step lets go of the interpreter in each of its calls of NIXL.
             self._interval.lower()
-            began = time.monotonic()
+            began = self._turned_at = time.monotonic()
             try:
                 pace = loop.step(orders)
             except Exception:

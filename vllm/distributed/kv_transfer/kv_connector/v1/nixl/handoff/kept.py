@@ -98,6 +98,12 @@ class KeptTable:
         entry.retiring = True
         return self._close_if_over(name, entry, now)
 
+    def wind_up(self, now: float) -> list[Action]:
+        """Close all of it as soon as nobody reads it."""
+        return [
+            action for name in list(self._entries) for action in self.retire(name, now)
+        ]
+
     # ---- what readers say
 
     def lease_request(

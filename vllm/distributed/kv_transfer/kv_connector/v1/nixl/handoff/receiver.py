@@ -118,6 +118,14 @@ class ReceiverTable:
             return []
         return self._fail(attempt, FailureKind.CANCELLED, reason, now)
 
+    def wind_up(self, reason: str, now: float) -> list[Action]:
+        """All requests end; give their blocks back as soon as that is safe."""
+        return [
+            action
+            for registration_id in list(self._attempts)
+            for action in self.cancel(registration_id, reason, now)
+        ]
+
     # ---- what prefill engines say
 
     def accepted(

@@ -93,6 +93,7 @@ class SenderTable:
         self._handoffs = HandoffBook(lease)
         self._outcomes: History[ClaimKey, Answer] = History(HISTORY)
         self._offered_at = float("-inf")
+        self._ending: str | None = None
 
     # ---- what the scheduler side says
 
@@ -178,6 +179,19 @@ class SenderTable:
             if claim.state is ClaimState.WAITING:
                 actions += self._refuse(handoff, claim, reason)
         actions += self._close_if_over(handoff, now)
+        return actions
+
+    def wind_up(self, reason: str, now: float) -> list[Action]:
+        """Nothing is computed any more: refuse all but what is computed already."""
+        self._ending = reason
+        actions: list[Action] = []
+        for handoff in self._handoffs.values():
+            if handoff.stage is Stage.EXPECTED:
+                actions += self.withdraw(handoff.transfer_id, reason, now)
+            elif handoff.stage is Stage.AWAITED:
+                for claim in list(handoff.claims.values()):
+                    actions += self._refuse(handoff, claim, reason)
+                self._handoffs.forget(handoff, reason)
         return actions
 
     # ---- what decode engines say
@@ -406,6 +420,14 @@ class SenderTable:
         }
 
     @property
+    def unclaimed(self) -> int:
+        """Prompts whose KV is computed, and that nobody has asked for yet."""
+        return sum(
+            handoff.stage is Stage.OFFERED and not handoff.claims
+            for handoff in self._handoffs.values()
+        )
+
+    @property
     def busy(self) -> bool:
         """Whether a message about a hand-off may come at any moment."""
         return bool(self._handoffs)
@@ -458,7 +480,7 @@ class SenderTable:
             return [accepted]
         handoff = self._handoffs.find(transfer_id)
         if handoff is None:
-            reason = self._handoffs.why_closed(transfer_id)
+            reason = self._handoffs.why_closed(transfer_id) or self._ending
             if reason is not None:
                 return self._reject(key, reason)
             if len(self._handoffs) >= MAX_HANDOFFS:

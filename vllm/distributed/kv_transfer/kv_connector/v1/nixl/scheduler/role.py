@@ -340,11 +340,13 @@ class NixlScheduler:
                 for name in _QUEUES
             ),
         )
-        totals = Counter(self._records.totals())
+        totals = Counter(self._totals())
         new = totals - self._counted
         self._counted = totals
         outcomes = {name: new[f"reader_{name}"] for name in names.REUSE_OUTCOMES}
         self._stats.reused(outcomes, new["reader_tokens"])
+        for reason in names.RETAINED_ENDS:
+            self._stats.more(names.DROPPED[reason], new[f"retention_{reason}"])
         return self._stats.take()
 
     def wants_steps(self) -> bool:
@@ -390,10 +392,7 @@ class NixlScheduler:
             "total_blocks": total,
             "pins": self._pins.counts(),
             "tables": tables,
-            "counters": {
-                **self._records.totals(),
-                **({} if self._turns is None else self._turns.counters()),
-            },
+            "counters": self._totals(),
         }
 
     def handoffs(self) -> list[dict[str, object]]:
@@ -412,6 +411,10 @@ class NixlScheduler:
         """Let go of it in the next step; whether it is kept."""
         known = self._turns is not None and self._turns.release_soon(transfer_id)
         return {"retained": known}
+
+    def _totals(self) -> dict[str, int]:
+        kept = {} if self._turns is None else self._turns.counters()
+        return {**self._records.totals(), **kept}
 
     def _free_all(self) -> bool:
         """Give back at once what is being released; whether there was any."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
@@ -24,6 +25,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from .. import stats as names
 from ..agent import Agent
 from ..auth import Token
 from ..commands import (
@@ -52,6 +54,9 @@ from .layer_parts import LayerParts
 from .shapes import layer_shapes
 
 logger = init_logger(__name__)
+
+SHUTDOWN_RESERVE_SECONDS = 2.5
+"""Of the time that a worker is given to end: for all but waiting for peers."""
 
 _CLOSED_TEXT = "register_kv_caches has not been called, or shutdown has"
 
@@ -200,13 +205,21 @@ class NixlWorker:
 
     def stats(self) -> NixlKVConnectorStats | None:
         """Transfer statistics since the last call."""
-        return None if self._thread is None else self._thread.loop.stats.take()
+        if self._thread is None:
+            return None
+        stats = self._thread.loop.stats
+        stats.more(names.STALLED_SECONDS, self._thread.new_stall())
+        return stats.take()
 
     def shutdown(self) -> None:
-        """Take leave of the peers and end the transfer thread."""
+        """Take leave of the peers and end the transfer thread.
+
+        The engine ends a worker that takes longer than it allows.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.close()
+            allowed = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+            thread.close(max(0.0, allowed - SHUTDOWN_RESERVE_SECONDS))
 
     def _hand_over(self, part: int, parts: int) -> None:
         if self._thread is None:
