@@ -14,6 +14,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.process import (
     is_gone,
     this_process,
+    why_not_copied,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import ProcessInfo
 
@@ -24,9 +25,10 @@ PATIENCE_S = 20.0
 CHILD = """
 import ctypes, os, sys, threading, time
 libc = ctypes.CDLL(None)
+byte = ctypes.c_char()
 {rename}
 ticks = open("/proc/self/stat", "rb").read().rpartition(b")")[2].split()[19]
-print(ticks.decode(), flush=True)
+print(ticks.decode(), ctypes.addressof(byte), flush=True)
 {then}
 """
 RENAME = (
@@ -39,13 +41,15 @@ libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)
 
 
 class Child:
-    def __init__(self, rename: str, then: str) -> None:
+    def __init__(self, rename: str, then: str, within: tuple[str, ...]) -> None:
         code = CHILD.format(rename=rename, then=then)
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True
+            [*within, sys.executable, "-S", "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
-        ticks = int(self.process.stdout.readline())
+        ticks, self.address = map(int, self.process.stdout.readline().split())
         self.info = ProcessInfo(this_process().boot_id, self.process.pid, ticks)
 
     def state(self) -> str:
@@ -57,8 +61,12 @@ class Child:
 def child() -> Iterator[Callable[..., Child]]:
     made: list[Child] = []
 
-    def make(rename: str = "", then: str = "time.sleep(600)") -> Child:
-        made.append(Child(rename, then))
+    def make(
+        rename: str = "",
+        then: str = "time.sleep(600)",
+        within: tuple[str, ...] = (),
+    ) -> Child:
+        made.append(Child(rename, then, within))
         return made[-1]
 
     yield make
@@ -144,3 +152,60 @@ def test_of_another_host_boot_or_namespace_nothing_is_known(
         assert not is_gone(this_process(), remote)
     nowhere = msgspec.structs.replace(this_process(), boot_id="")
     assert not is_gone(nowhere, msgspec.structs.replace(one.info, boot_id=""))
+
+
+def test_the_memory_of_a_child_can_be_reached(child: Callable[..., Child]) -> None:
+    one = child()
+    assert why_not_copied(this_process(), one.info, one.address) is None
+    # It is asked, and not there: that is no matter of permission.
+    assert why_not_copied(this_process(), one.info, 1) is None
+    one.process.kill()
+    one.process.wait(PATIENCE_S)
+    assert why_not_copied(this_process(), one.info, one.address) is None
+
+
+ASK = """
+import sys
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import process, wire
+remote = wire.ProcessInfo(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+print(process.why_not_copied(process.this_process(), remote, int(sys.argv[4])))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_what_lacks_ptrace_permission_is_told(child: Callable[..., Child]) -> None:
+    one = child()
+    info = one.info
+    asked = [info.boot_id, str(info.pid), str(info.start_ticks), str(one.address)]
+    # Another user may not reach the memory of root's child.
+    done = subprocess.run(
+        [
+            *("setpriv", "--reuid=65534", "--clear-groups", "--bounding-set=-all"),
+            *(sys.executable, "-c", ASK, *asked),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "HOME": "/tmp", "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    assert "ptrace permission is missing" in done.stdout
+
+
+def test_another_pid_namespace_is_told() -> None:
+    me = this_process()
+    boot = me.boot_id.partition("/")[0]
+    contained = msgspec.structs.replace(me, boot_id=f"{boot}/pid:[1]")
+    assert "PID namespaces" in (why_not_copied(me, contained, 1) or "")
+    elsewhere = msgspec.structs.replace(me, boot_id="other/pid:[1]")
+    assert why_not_copied(me, elsewhere, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("pid", "address"), [(0, 1), (-1, 1), (2**31, 1), (1, 0), (1, -1), (1, 2**64)]
+)
+def test_what_cannot_be_is_not_asked(pid: int, address: int) -> None:
+    me = this_process()
+    remote = ProcessInfo(me.boot_id, pid, 1)
+    assert why_not_copied(me, remote, address) is None

@@ -18,7 +18,7 @@ from v1.kv_connector.unit.nixl.arena import (
     request,
 )
 from v1.kv_connector.unit.nixl.test_transfer_loop import HERE, THERE, Pair, T
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import movement
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connections, movement
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import AgentError
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.commands import Expect, Receive
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
@@ -156,3 +156,30 @@ def test_a_peer_with_something_open_is_not_forgotten(
     assert pair.moved()
     pair.until_idle()
     pair.close()
+
+
+def test_a_peer_that_cannot_be_copied_to_is_named(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        connections.logger, "warning", lambda text, *v: told.append(text % v)
+    )
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    why = "the kernel denies it"
+    monkeypatch.setattr(connections, "why_not_copied", lambda *_: why)
+    pair = Pair(mode)
+    hand_off(pair.p, pair.d, "once")
+    hand_off(pair.p, pair.d, "again")
+    pair.close()
+    # Each side says it, once.
+    assert len(told) == 2
+    assert all("by TCP, which is slower" in text for text in told)
+    assert all(f"because {why}" in text for text in told)
+
+    told.clear()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    pair = Pair(mode)
+    hand_off(pair.p, pair.d, "as was chosen")
+    pair.close()
+    assert told == []

@@ -7,6 +7,7 @@ process on this host has ended, another incarnation answers in its place, or it
 has taken its leave. Only the latter lets its blocks be used again.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from .config import ConnectorConfig
 from .handoff.liveness import Liveness
 from .ids import AgentName
 from .peers import Peer, PeerDirectory, Prepared
+from .process import why_not_copied
 from .side_channel import Address, Handshake, HandshakeClient
 from .topology import TopologyError
 from .wire import Hello, RankInfo, WireError, decode_rank, encode
@@ -185,7 +187,7 @@ class Connections:
         if not introduced(self._token, hello.proof, name, self._local.agent_name):
             raise WireError("it does not hold the side_channel_token_file")
         self._replace_old(info, None, now)
-        peer = self._peers.admit(info, now)
+        peer = self._admit_peer(info, now)
         peer.greeted = True
         return peer
 
@@ -274,7 +276,7 @@ class Connections:
             for info in handshake.ranks:
                 if known is not None and info.agent_name not in known:
                     continue
-                peer = self._peers.admit(info, now)
+                peer = self._admit_peer(info, now)
                 peer.addresses.add(handshake.address)
                 # It gets another chance to answer, and is judged anew.
                 peer.lost = False
@@ -286,6 +288,32 @@ class Connections:
             return f"handshake with {where} failed: {engine}"
         self._engines[handshake.address] = engine
         return None
+
+    def _admit_peer(self, info: RankInfo, now: float) -> Peer:
+        known = self._peers.get(info.agent_name) is not None
+        peer = self._peers.admit(info, now)
+        if not known and peer.refusal is None and self._copies(info):
+            reason = why_not_copied(
+                self._local.process, info.process, info.regions[0].address
+            )
+            if reason is not None:
+                logger.warning(
+                    "KV to and from engine %s on this host goes by TCP, which is "
+                    "slower: UCX cannot copy between the two processes, because %s",
+                    info.engine_id,
+                    reason,
+                )
+        return peer
+
+    def _copies(self, info: RankInfo) -> bool:
+        """Whether UCX would copy between two processes of one host."""
+        transports = os.environ.get("UCX_TLS", "cma")
+        memory = (self._local.mem_type, info.mem_type)
+        return (
+            "UCX" in self._config.backends
+            and memory == ("DRAM", "DRAM")
+            and "cma" in transports.split(",")
+        )
 
     def _pair(self, ranks: tuple[RankInfo, ...]) -> Engine | str:
         """What this rank has to do with an engine, or why that cannot be told."""

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a process on this host still exists.
+"""Whether a process on this host still exists, and whether its memory can be reached.
 
 A same-host writer copies with its own process (CMA), and its TCP connections end
 with it: a process that is gone can write no more.
 """
 
+import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from .wire import ProcessInfo
 
 _STATE, _THREADS, _START = 0, 17, 19
 """Places in :func:`_stat`: state, number of threads, start in ticks since boot."""
+
+
+_MAX_PID = 1 << 22
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def _stat(pid: int) -> list[str]:
@@ -60,3 +69,39 @@ def is_gone(local: ProcessInfo, remote: ProcessInfo) -> bool:
         return True
     # The first thread of a dying process may have ended before the others.
     return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1
+
+
+def why_not_copied(local: ProcessInfo, remote: ProcessInfo, address: int) -> str | None:
+    """Why the kernel does not let this process copy to or from one on its host.
+
+    Args:
+        local: this process.
+        remote: the other one.
+        address: of a byte that the other one can read.
+
+    Returns:
+        None if it does, or if the other one is on another host or cannot be told.
+    """
+    boot, _, namespace = local.boot_id.partition("/")
+    other_boot, _, other_namespace = remote.boot_id.partition("/")
+    if not boot or boot != other_boot:
+        return None
+    if namespace != other_namespace:
+        return "they are in different PID namespaces"
+    if not 0 < remote.pid < _MAX_PID or not 0 < address < 1 << 63:
+        return None
+    if _copy_error(remote.pid, address) in (errno.EPERM, errno.ENOSYS):
+        return "the kernel denies it: ptrace permission is missing (SYS_PTRACE)"
+    return None
+
+
+def _copy_error(pid: int, address: int) -> int:
+    """The error of copying a byte from another process; 0 if there is none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    byte = ctypes.create_string_buffer(1)
+    here = _Vector(ctypes.cast(byte, ctypes.c_void_p), 1)
+    there = _Vector(address, 1)
+    got = libc.process_vm_readv(
+        pid, ctypes.byref(here), 1, ctypes.byref(there), 1, ctypes.c_ulong(0)
+    )
+    return 0 if got == 1 else ctypes.get_errno()
