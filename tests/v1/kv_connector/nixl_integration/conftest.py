@@ -41,6 +41,8 @@ _STAGES = (
     ("test_corruption", "pull"),
     ("test_block_sizes", "push"),
     ("test_block_sizes", "pull"),
+    ("test_shutdown", "push"),
+    ("test_shutdown", "pull"),
 )
 
 

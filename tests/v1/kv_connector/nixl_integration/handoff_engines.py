@@ -65,6 +65,7 @@ SPECULATION = {
 }
 LEASE_S = 9.0
 """Longer than the base's worker may miss a step that it was not woken for: 5 s."""
+SHUTDOWN_S = 30
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
 LOCK_TIMEOUT_S = 1800.0
 ROUTER_TIMEOUT_S = 60.0
@@ -142,6 +143,13 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             return replace(
                 base, transfer_config=own, environment=MappingProxyType(alone)
+            )
+        case ["draining"]:
+            more = f"--shutdown-timeout={SHUTDOWN_S}"
+            return replace(
+                base,
+                transfer_config=own,
+                extra_arguments=(*base.extra_arguments, more),
             )
         case ["dp", size]:
             return replace(base, transfer_config=own, data_parallel_size=int(size))
