@@ -323,7 +323,7 @@ def _refused_by_engine(world: World, verdict: Verdict) -> None:
 
 def _description(world: World) -> RankInfo:
     address = side_channel_address(world.pair.prefill)
-    reply = query(address, GetRanks(PROTOCOL_VERSION), SLACK_S)
+    reply = query(address, GetRanks(), SLACK_S)
     assert isinstance(reply, Ranks)
     return decode_rank(reply.ranks[0])
 

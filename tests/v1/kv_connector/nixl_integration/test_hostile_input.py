@@ -192,7 +192,7 @@ async def test_hostile_agent(
 
 
 def _ranks(engine: Engine) -> tuple[RankInfo, ...]:
-    reply = query(side_channel_address(engine), GetRanks(PROTOCOL_VERSION), 10)
+    reply = query(side_channel_address(engine), GetRanks(), 10)
     assert isinstance(reply, Ranks)
     return tuple(decode_rank(rank) for rank in reply.ranks)
 

@@ -55,7 +55,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     query,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    PROTOCOL_VERSION,
     GetRanks,
     RankInfo,
     Ranks,
@@ -191,7 +190,7 @@ async def asked(
 
 async def rank_of(engine: Engine, token: Token) -> RankInfo:
     """How an engine's worker describes itself."""
-    reply = await asked(engine, GetRanks(PROTOCOL_VERSION), token, ANSWER_S)
+    reply = await asked(engine, GetRanks(), token, ANSWER_S)
     assert isinstance(reply, Ranks)
     (rank,) = reply.ranks
     return decode_rank(rank)

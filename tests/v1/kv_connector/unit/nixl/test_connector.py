@@ -65,7 +65,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    PROTOCOL_VERSION,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
@@ -495,7 +494,7 @@ def test_every_worker_must_have_described_itself(port: int) -> None:
         connector.set_xfer_handshake_metadata_pp_aware(described)
     described[1, 0] = described[0, 0]
     connector.set_xfer_handshake_metadata_pp_aware(described)
-    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    reply = query(("127.0.0.1", port), GetRanks(), 5)
     assert isinstance(reply, Ranks)
     assert len(reply.ranks) == 4
     connector.shutdown()
@@ -506,7 +505,7 @@ def test_workers_without_a_pipeline_may_be_told_by_their_rank(port: int) -> None
     connector.set_xfer_handshake_metadata(
         {rank: NixlHandshakeMetadata(encode(HERE)) for rank in range(2)}
     )
-    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    reply = query(("127.0.0.1", port), GetRanks(), 5)
     assert isinstance(reply, Ranks)
     assert len(reply.ranks) == 2
     connector.shutdown()
@@ -519,7 +518,7 @@ def test_each_data_parallel_rank_has_a_port_of_its_own(
     connector = _make(replica=3)
     connector.bind_kv_cache_manager(manager(blocks))
     connector.set_xfer_handshake_metadata({0: NixlHandshakeMetadata(encode(HERE))})
-    reply = query(("127.0.0.1", port), GetRanks(PROTOCOL_VERSION), 5)
+    reply = query(("127.0.0.1", port), GetRanks(), 5)
     assert isinstance(reply, Ranks)
     held = allocate(blocks, 3)
     prompt = request("r-12345678", params=PREFILL)

@@ -195,7 +195,7 @@ RANK = RankInfo(
     process=ProcessInfo("boot", 1, 2),
 )
 SIDE_CHANNEL = [
-    GetRanks(PROTOCOL_VERSION),
+    GetRanks(),
     GetIntegrity(),
     GetHandoffs(),
     GetFailure(TransferId("t")),
@@ -401,5 +401,5 @@ def test_any_bytes_on_the_wire_of_the_side_channel(
 def test_askers_that_leave_before_the_answer(server: Address) -> None:
     for _ in range(50):
         with dealer(server) as sock:
-            sock.send_multipart([b"", encode(GetRanks(PROTOCOL_VERSION))])
+            sock.send_multipart([b"", encode(GetRanks())])
     check_alive(server)

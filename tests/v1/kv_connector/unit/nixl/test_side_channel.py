@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from v1.kv_connector.unit.nixl.arena import NoReports
 from v1.kv_connector.unit.nixl.test_compat import HERE
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import side_channel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.others import other_asker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     MAX_LOOKUPS,
     MAX_REQUEST_BYTES,
@@ -26,13 +29,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     query,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    PROTOCOL_VERSION,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
     Ranks,
     Report,
+    SideChannelError,
+    SideChannelReply,
+    decode_reply,
     encode,
 )
 
@@ -96,7 +101,7 @@ def _shake(client: HandshakeClient, *addresses: Address) -> dict[Address, Handsh
 def test_queries_are_answered(address: Address) -> None:
     assert _report(address, GetIntegrity()) == {"free_blocks": 3}
     assert _report(address, GetFailure(TransferId("t"))) == {"transfer_id": "t"}
-    assert query(address, GetRanks(PROTOCOL_VERSION), 5) == Ranks((encode(HERE),))
+    assert query(address, GetRanks(), 5) == Ranks((encode(HERE),))
 
 
 @pytest.mark.usefixtures("server")
@@ -106,10 +111,45 @@ def test_an_answer_that_fails_does_not_end_the_server(address: Address) -> None:
     assert _report(address, GetIntegrity()) == {"free_blocks": 3}
 
 
+def _ask(address: Address, question: object) -> SideChannelReply:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.REQ) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(endpoint(address))
+        asker.send(msgspec.msgpack.encode(question))
+        assert asker.poll(5000)
+        return decode_reply(asker.recv())
+
+
 @pytest.mark.usefixtures("server")
-def test_another_protocol_is_told_so(address: Address) -> None:
-    with pytest.raises(SideChannelFailure, match="protocol differs"):
-        query(address, GetRanks(PROTOCOL_VERSION + 1), 5)
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (["get_ranks_0005", 0, 0], "remote 0005)"),
+        (["get_ranks_5", "all", "else", "is new", {}], "remote 5)"),
+        (["get_ranks", 3], "remote an older one)"),
+        ([b"get_meta_msg", 0, 0], "the other engine has the base's connector"),
+    ],
+)
+def test_engines_of_other_makes_are_told_so(
+    address: Address, monkeypatch: pytest.MonkeyPatch, question: object, said: str
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(
+        side_channel.logger, "warning", lambda text, *v: logged.append(text % v)
+    )
+    reply = _ask(address, question)
+    assert isinstance(reply, SideChannelError)
+    assert said in reply.reason
+    assert said in logged[0]
+    assert query(address, GetRanks(), 5) == Ranks((encode(HERE),))
+
+
+@pytest.mark.parametrize("question", [[], [1], ["get_ranks_55555", 0, 0], {}, "x" * 99])
+def test_other_questions_introduce_nobody(question: object) -> None:
+    assert other_asker(msgspec.msgpack.encode(question)) is None
+    assert other_asker(b"get_ranks") is None
+    assert other_asker(msgspec.msgpack.encode(["get_ranks_5", "x" * 300])) is None
 
 
 @pytest.mark.usefixtures("server")

@@ -20,9 +20,9 @@ from vllm.logger import init_logger
 
 from .auth import Token
 from .ids import TransferId
+from .others import ANSWER_FRAMES, NO_ANSWER, other_asker
 from .wire import (
     MAX_PACKET_BYTES,
-    PROTOCOL_VERSION,
     Found,
     GetFailure,
     GetHandoffs,
@@ -183,11 +183,6 @@ class SideChannelServer:
             request = decode_request(payload)
             match request:
                 case GetRanks():
-                    if request.protocol != PROTOCOL_VERSION:
-                        return SideChannelError(
-                            f"protocol differs (local {PROTOCOL_VERSION}, "
-                            f"remote {request.protocol})"
-                        )
                     return Ranks(self._ranks)
                 case GetIntegrity():
                     return Report(msgspec.json.encode(self._reports.integrity()))
@@ -204,7 +199,11 @@ class SideChannelServer:
                         msgspec.json.encode(self._reports.release(request.transfer_id))
                     )
         except WireError as error:
-            return SideChannelError(str(error))
+            other = other_asker(payload)
+            if other is not None:
+                # It may not understand the answer.
+                logger.warning("side channel: a handshake is refused: %s", other)
+            return SideChannelError(other or str(error))
         except Exception as error:
             # Whatever is asked, the next one must get an answer too.
             logger.exception("side channel: a request failed")
@@ -306,7 +305,7 @@ class Exchanges(Generic[K]):
         ended, self._failed = self._failed, []
         for key, (sock, address, deadline) in list(self._open.items()):
             try:
-                payload = sock.recv_multipart(zmq.NOBLOCK)[-1]
+                frames = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 if now <= deadline:
                     continue
@@ -318,7 +317,7 @@ class Exchanges(Generic[K]):
                 )
                 ended.append(Exchange(key, None, failure))
             else:
-                ended.append(self._answered(key, address, payload))
+                ended.append(self._answered(key, address, frames))
             sock.close()
             del self._open[key]
         return ended
@@ -389,9 +388,11 @@ class Exchanges(Generic[K]):
                 self._failed.append(Exchange(key, None, failure))
 
     @staticmethod
-    def _answered(key: K, address: Address, payload: bytes) -> Exchange[K]:
+    def _answered(key: K, address: Address, frames: list[bytes]) -> Exchange[K]:
         try:
-            return Exchange(key, _usable(payload))
+            if len(frames) != ANSWER_FRAMES:
+                raise SideChannelFailure(NO_ANSWER)
+            return Exchange(key, _usable(frames[-1]))
         except SideChannelFailure as error:
             failure = f"the side channel at {address[0]}:{address[1]}: {error}"
             return Exchange(key, None, failure)
@@ -421,7 +422,7 @@ class HandshakeClient:
 
     def start(self, address: Address, now: float) -> None:
         """Ask ``address`` for its workers, unless that is under way."""
-        self._exchanges.start(address, address, GetRanks(PROTOCOL_VERSION), now)
+        self._exchanges.start(address, address, GetRanks(), now)
 
     def poll(self, now: float) -> list[Handshake]:
         """Handshakes that have ended since the last call."""

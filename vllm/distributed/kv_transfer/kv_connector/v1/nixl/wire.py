@@ -345,10 +345,11 @@ class Packet(msgspec.Struct, frozen=True, array_like=True):
     body: Message
 
 
-class GetRanks(_Message, frozen=True, tag="get_ranks"):
-    """Side channel: who are your workers?"""
+class GetRanks(_Message, frozen=True, tag=f"get_ranks_{PROTOCOL_VERSION}"):
+    """Side channel: who are your workers? See :mod:`.others` for the fields."""
 
-    protocol: int
+    pp_rank: int = 0
+    tp_rank: int = 0
 
 
 class GetIntegrity(_Message, frozen=True, tag="get_integrity"):
