@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
-from tiny_model import tiny_model
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from v1.kv_connector.unit.nixl.exported import engine_metrics, families
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.prom_handoff import (
     DOCUMENTATION,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.timeline import Role, durations
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 ROOT = Path(__file__).resolve().parents[5]
 DASHBOARD = ROOT / "examples" / "observability" / "nixl_handoff_dashboard.json"
@@ -26,25 +23,8 @@ _NAME = re.compile(r"vllm:[a-z0-9_]+")
 
 @pytest.fixture(scope="module")
 def exported() -> Iterator[dict[str, set[str]]]:
-    """Names of samples that a real engine with the connector exports, with labels."""
-    before = set(REGISTRY._collector_to_names)
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(tiny_model()), skip_tokenizer_init=True, dtype="float32"
-        ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlPushConnector", kv_role="kv_both"
-        ),
-    )
-    PrometheusStatLogger(config, [0])
-    made = set(REGISTRY._collector_to_names) - before
-    yield {
-        name: set(getattr(collector, "_labelnames", ()))
-        for collector in made
-        for name in REGISTRY._collector_to_names[collector]
-    }
-    for collector in set(REGISTRY._collector_to_names) - before:
-        REGISTRY.unregister(collector)
+    with engine_metrics() as found:
+        yield found
 
 
 def _dashboard() -> dict[str, Any]:
@@ -93,11 +73,7 @@ def test_every_metric_of_ours_is_on_the_dashboard_and_in_the_docs(
 ) -> None:
     shown = " ".join(_expressions())
     told = DOCS.read_text()
-    ours = {
-        re.sub(r"_(bucket|count|sum|created|total)$", "", name)
-        for name in exported
-        if name.startswith("vllm:nixl_")
-    }
+    ours = families(name for name in exported if name.startswith("vllm:nixl_"))
     assert ours
     for name in ours:
         assert name in shown, f"{name} is not on the dashboard"
