@@ -65,7 +65,8 @@ SPECULATION = {
 }
 LEASE_S = 9.0
 """Longer than the base's worker may miss a step that it was not woken for: 5 s."""
-SHUTDOWN_S = 30
+SHUTDOWN_S = 60
+WORKER_SHUTDOWN_S = 20
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
 LOCK_TIMEOUT_S = 1800.0
 ROUTER_TIMEOUT_S = 60.0
@@ -150,6 +151,9 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
                 base,
                 transfer_config=own,
                 extra_arguments=(*base.extra_arguments, more),
+                environment=MappingProxyType(
+                    {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_SHUTDOWN_S)}
+                ),
             )
         case ["dp", size]:
             return replace(base, transfer_config=own, data_parallel_size=int(size))
