@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from .breaker import BreakerState
 from .config import (
     Address,
     ConfigError,
@@ -41,6 +42,15 @@ def status(router: Router) -> dict[str, Any]:
         "draining": router.in_flight.draining,
         "in_flight": router.in_flight.count,
         "workers": [_describe(worker) for worker in router.workers],
+    }
+
+
+def broken(router: Router) -> dict[str, str]:
+    """The workers whose circuit breakers are not closed, and what they are."""
+    return {
+        str(worker): str(worker.breaker.state)
+        for worker in router.workers
+        if worker.breaker.state is not BreakerState.CLOSED
     }
 
 
@@ -131,6 +141,12 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "load": worker.load,
         "picked": worker.picked,
         "last_error": worker.last_error,
+        "breaker": {
+            "state": str(worker.breaker.state),
+            "failures": worker.breaker.failures,
+            "opened": worker.breaker.opened,
+            "retry_seconds": round(worker.breaker.retry_in, 3),
+        },
     }
     if channel is not None:
         described["side_channel"] = {

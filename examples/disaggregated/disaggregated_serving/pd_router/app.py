@@ -44,7 +44,7 @@ def build_app(router: Router) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "breakers": admin.broken(router)})
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -20,6 +20,7 @@ from .config import (
     check_workers,
     make_side_channel,
 )
+from .routing import add_routing_flags, natural, positive_float, routing_settings
 
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 
@@ -84,21 +85,21 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
     ):
         add(
             f"--{name}-timeout",
-            type=_positive_float,
+            type=positive_float,
             default=value,
             metavar="SECONDS",
             help=f"longest wait for {text}; %(default)s",
         )
     add(
         "--health-interval",
-        type=_positive_float,
+        type=positive_float,
         default=2.0,
         metavar="SECONDS",
         help="time between health checks; %(default)s",
     )
     add(
         "--retries",
-        type=_natural,
+        type=natural,
         default=1,
         metavar="N",
         help="further attempts per request; %(default)s",
@@ -128,6 +129,7 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
         metavar="KEY",
         help=f"enables /admin/workers; also read from {ADMIN_KEY_VARIABLE}",
     )
+    add_routing_flags(parser)
     add(
         "--log-level",
         default="info",
@@ -198,6 +200,7 @@ def _config(
         max_prompts=args.max_prompts,
         health_interval=args.health_interval,
         keep_tool_choice=args.keep_tool_choice,
+        routing=routing_settings(args),
         log_level=args.log_level,
         conversations=conversations,
         choose_early=mode is Mode.PULL and args.decode_choice == "early",
@@ -219,7 +222,7 @@ def _add_conversation_flags(parser: argparse.ArgumentParser) -> None:
     default = ConversationSettings()
     parser.add_argument(
         "--conversation-ttl",
-        type=_positive_float,
+        type=positive_float,
         default=default.ttl,
         metavar="SECONDS",
         help="how long an unused conversation is remembered; keep it below the "
@@ -234,7 +237,7 @@ def _add_conversation_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sticky-margin",
-        type=_natural,
+        type=natural,
         default=default.sticky_margin,
         metavar="N",
         help="a conversation leaves its decode engine while that one runs more than N "
@@ -364,22 +367,8 @@ def _per_worker(
     )
 
 
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return value

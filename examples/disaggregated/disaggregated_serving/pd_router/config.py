@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from .routing import RoutingSettings
+
 DEFAULT_SIDE_CHANNEL_PORT = 5600
 
 
@@ -176,6 +178,7 @@ class RouterConfig:
     keep_tool_choice: bool = False
     log_level: str = "info"
     conversations: ConversationSettings | None = None
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
     choose_early: bool = False
     choice_log: Path | None = None
 

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,6 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from .blame import blamed
+from .breaker import Permit
 from .config import Role, RouterConfig
 from .conversations import Key
 from .errors import Cause, HandoffError, Reply
@@ -36,7 +39,13 @@ T = TypeVar("T")
 
 # Failures that left no hand-off behind which an engine could tell about.
 _NEVER_BEGUN = frozenset(
-    {Cause.PREFILL_CONNECT, Cause.DECODE_CONNECT, Cause.NO_WORKER, Cause.SHUTDOWN}
+    {
+        Cause.PREFILL_CONNECT,
+        Cause.DECODE_CONNECT,
+        Cause.NO_WORKER,
+        Cause.CIRCUIT_OPEN,
+        Cause.SHUTDOWN,
+    }
 )
 
 # A prefill answer that is on its way when the decode answer is complete.
@@ -69,6 +78,13 @@ class Attempt:
         self.decode: Worker | None = None
         self.content: Reply | EventStream | None = None
         self.plan = Plan()
+        self.permits: dict[Worker, Permit] = {}
+
+    def end(self) -> None:
+        """All its legs have ended."""
+        for permit in self.permits.values():
+            permit.end()
+        self.plan.end()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -79,6 +95,17 @@ class Attempt:
         """
         leg_id = f"{self.call.request_id}-{self.transfer_id}"
         return {**self.call.headers, "X-Request-Id": leg_id}
+
+    def blame(self, worker: Worker) -> None:
+        """Count a failure of a worker that took part."""
+        permit = self.permits.get(worker)
+        if permit is not None and permit.failure():
+            logger.warning(
+                "%s has failed %d times in a row and is out of the choice for %.1f s",
+                worker,
+                worker.breaker.failures,
+                worker.breaker.retry_in,
+            )
 
     def complete(self) -> bool:
         """Whether the decode leg has given all it has."""
@@ -132,19 +159,22 @@ class Legs:
                 Work(role, attempt.call.body), excluded, prefer
             )
         except NoWorkerError as error:
-            raise self.none_left(attempt, role) from error
+            raise self.none_left(attempt, error) from error
+        attempt.permits[lease.worker] = lease.permit
         if role is Role.PREFILL:
             attempt.prefill = lease.worker
         else:
             attempt.decode = lease.worker
         return lease
 
-    def none_left(self, attempt: Attempt, role: Role) -> HandoffError:
+    def none_left(self, attempt: Attempt, error: NoWorkerError) -> HandoffError:
         """The failure of an attempt that finds no worker of a role."""
+        seconds = error.retry_in
         return HandoffError(
-            Cause.NO_WORKER,
-            f"no healthy {role} worker is available",
+            Cause.NO_WORKER if seconds is None else Cause.CIRCUIT_OPEN,
+            str(error),
             transfer_id=attempt.transfer_id,
+            retry_after=None if seconds is None else str(max(1, math.ceil(seconds))),
         )
 
     async def prefill(self, attempt: Attempt, worker: Worker) -> Reply:
@@ -171,7 +201,7 @@ class Legs:
                     self.config.timeouts.prefill,
                 )
             except (LegError, StatusError) as error:
-                self._note(worker, error)
+                self._note(attempt, error, handoff=True)
                 logger.warning("%s prefill leg failed: %s", attempt, error)
                 raise prefill_failure(error, attempt.transfer_id) from error
             result.value = "ok"
@@ -204,12 +234,13 @@ class Legs:
                     streaming=call.streaming,
                 )
             except (LegError, StatusError, ErrorEventError) as error:
-                self._note(worker, error)
+                self._note(attempt, error, handoff=params is not None)
                 logger.warning("%s decode leg failed: %s", attempt, error)
                 raise decode_failure(
                     error, attempt.transfer_id, handoff=params is not None
                 ) from error
             attempt.content = content
+            self._note_success(attempt, worker, handoff=params is not None)
             attempt.plan.answered()
             if isinstance(content, Reply):
                 attempt.plan.finished(content)
@@ -237,10 +268,29 @@ class Legs:
     def _timed(self, role: Role) -> "_LegTimer":
         return _LegTimer(self.metrics, role)
 
-    def _note(self, worker: Worker, error: Exception) -> None:
+    def _note(
+        self,
+        attempt: Attempt,
+        error: LegError | StatusError | ErrorEventError,
+        *,
+        handoff: bool,
+    ) -> None:
+        worker = error.worker
         refused = isinstance(error, LegError) and error.kind is Failure.CONNECT
         if refused and worker.mark_down(str(error)):
             logger.warning("%s is unreachable and out of the choice", worker)
+        roles = blamed(error, handoff=handoff)
+        other = attempt.prefill if worker.role is Role.DECODE else attempt.decode
+        for one in (worker, other):
+            if one is not None and one.role in roles:
+                attempt.blame(one)
+
+    def _note_success(self, attempt: Attempt, sink: Worker, *, handoff: bool) -> None:
+        # A prefill engine has done its part when its KV has come, not before.
+        for worker in (sink, attempt.prefill if handoff else None):
+            permit = attempt.permits.get(worker) if worker else None
+            if permit is not None and permit.success():
+                logger.info("%s answers again and is back in the choice", worker)
 
 
 class _LegTimer:
@@ -295,7 +345,7 @@ class Dispatcher(ABC):
             async with AsyncExitStack() as stack:
                 if self._planner is not None:
                     attempt.plan = self._planner(attempt)
-                stack.callback(attempt.plan.end)
+                stack.callback(attempt.end)
                 try:
                     answer = await self.attempt(attempt, excluded, stack)
                 except HandoffError as error:
@@ -322,7 +372,7 @@ class Dispatcher(ABC):
             return False
         excluded.add(worker)
         return any(
-            other not in excluded for other in self.legs.workers.healthy(worker.role)
+            other not in excluded for other in self.legs.workers.available(worker.role)
         )
 
 

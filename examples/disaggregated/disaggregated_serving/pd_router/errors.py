@@ -25,6 +25,7 @@ class Cause(StrEnum):
     DECODE_BROKEN = "decode_broken"
     DECODE_TIMEOUT = "decode_timeout"
     NO_WORKER = "no_worker"
+    CIRCUIT_OPEN = "circuit_open"
     SHUTDOWN = "shutdown"
 
 
@@ -136,7 +137,11 @@ class HandoffError(RouterError):
 
     def reply(self) -> Reply:
         """A retryable 503, or 504 after a wait that took too long."""
-        kinds = {Cause.NO_WORKER: "no_worker", Cause.SHUTDOWN: "shutting_down"}
+        kinds = {
+            Cause.NO_WORKER: "no_worker",
+            Cause.CIRCUIT_OPEN: "no_worker",
+            Cause.SHUTDOWN: "shutting_down",
+        }
         error = {
             "message": str(self),
             "type": kinds.get(self.cause, "kv_handoff_failed"),

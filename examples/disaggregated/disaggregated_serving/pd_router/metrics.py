@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from .breaker import BreakerState
 from .config import Mode
 from .errors import Cause
 from .workers import Registry
@@ -109,9 +110,23 @@ class _WorkerCollector(Collector):
         picked = CounterMetricFamily(
             "pd_router_worker_picked", "Legs given to the worker", labels=labels
         )
+        breaker = GaugeMetricFamily(
+            "pd_router_worker_breaker",
+            "1 for the state that the worker's circuit breaker is in",
+            labels=[*labels, "state"],
+        )
+        opened = CounterMetricFamily(
+            "pd_router_worker_breaker_opened",
+            "Times that the worker's circuit breaker has opened",
+            labels=labels,
+        )
         for worker in self._workers:
             values = [str(worker.role), str(worker.address)]
             outstanding.add_metric(values, worker.outstanding)
             healthy.add_metric(values, float(worker.healthy))
             picked.add_metric(values, worker.picked)
-        yield from (outstanding, healthy, picked)
+            now = worker.breaker.state
+            for state in BreakerState:
+                breaker.add_metric([*values, str(state)], float(state is now))
+            opened.add_metric(values, worker.breaker.opened)
+        yield from (outstanding, healthy, picked, breaker, opened)

@@ -5,13 +5,12 @@ from collections.abc import Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
+from .blame import OUT_OF_SERVICE
 from .config import Role
 from .dispatch import Answer, Attempt, Dispatcher, logger
 from .errors import Cause, HandoffError, Reply
 from .rewrite import KV_PARAMS, pull_decode_params
-from .workers import Worker
-
-_TRANSIENT = frozenset({502, 503, 504})
+from .workers import NoWorkerError, Worker
 
 
 class PullDispatcher(Dispatcher):
@@ -23,7 +22,7 @@ class PullDispatcher(Dispatcher):
     def retryable(self, error: HandoffError) -> bool:
         """A prefill leg that was refused or lost for a passing reason."""
         if error.cause is Cause.PREFILL_STATUS:
-            return error.worker_status in _TRANSIENT
+            return error.worker_status in OUT_OF_SERVICE
         return error.cause in (Cause.PREFILL_CONNECT, Cause.PREFILL_BROKEN)
 
     async def attempt(
@@ -31,9 +30,11 @@ class PullDispatcher(Dispatcher):
     ) -> Answer:
         """Run one leg after the other."""
         legs = self.legs
-        if not legs.workers.healthy(Role.DECODE):
+        if not legs.workers.available(Role.DECODE):
             # Prefilling for nobody would only pin the prefill engine's cache.
-            raise legs.none_left(attempt, Role.DECODE)
+            raise legs.none_left(
+                attempt, NoWorkerError(Role.DECODE, legs.workers.healthy(Role.DECODE))
+            )
         sink = None
         if legs.config.choose_early:
             sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))

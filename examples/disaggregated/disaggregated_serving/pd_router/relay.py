@@ -278,6 +278,7 @@ async def stream_of(
 
 
 def _in_mid_stream(error: LegError, answer: Answer) -> RouterError:
+    answer.attempt.blame(error.worker)
     failure = decode_failure(error, answer.attempt.transfer_id)
     logger.warning("%s broke off in mid-stream: %s", answer.attempt, error)
     failure.outcome = "stream_failed"

@@ -53,7 +53,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, scorer: Scorer | None = None) -> None:
         self.config = config
-        self.workers = Registry(scorer)
+        self.workers = Registry(scorer, config.routing.breaker)
         for spec in config.workers:
             self.workers.add(spec)
         self.metrics = Metrics(config.mode, self.workers)

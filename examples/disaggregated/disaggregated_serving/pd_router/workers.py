@@ -7,6 +7,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
+from .breaker import Breaker, BreakerSettings, BreakerState, Permit
 from .config import Address, Role, WorkerSpec
 
 # One lost health check is noise on a busy engine; two in a row are not.
@@ -17,6 +18,7 @@ class Worker:
     """One engine: its configuration, its health and what it is busy with."""
 
     __slots__ = (
+        "breaker",
         "failed_polls",
         "healthy",
         "last_error",
@@ -27,8 +29,9 @@ class Worker:
         "spec",
     )
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, breaker: Breaker | None = None) -> None:
         self.spec = spec
+        self.breaker = breaker or Breaker()
         self.healthy = False
         self.failed_polls = 0
         self.last_error: str | None = "not checked yet"
@@ -53,6 +56,9 @@ class Worker:
     def mark_up(self) -> bool:
         """Note a passed health check; true if the worker was down."""
         changed = not self.healthy
+        if changed:
+            # What failed before it went away says little of it as it is now.
+            self.breaker.try_now()
         self.healthy, self.failed_polls, self.last_error = True, 0, None
         return changed
 
@@ -102,11 +108,23 @@ class OutstandingRequests:
 
 
 class NoWorkerError(Exception):
-    """No healthy worker of a role is left to choose from."""
+    """No worker of a role is left to choose from.
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(f"no healthy {role} worker is available")
+    ``retry_in`` is in how many seconds one may be, if the healthy ones are only out
+    of the choice by their circuit breakers, else ``None``.
+    """
+
+    def __init__(self, role: Role, broken: Sequence[Worker] = ()) -> None:
         self.role = role
+        self.retry_in: float | None = None
+        text = f"no healthy {role} worker is available"
+        if broken:
+            self.retry_in = min(worker.breaker.retry_in for worker in broken)
+            text = (
+                f"every healthy {role} worker ({len(broken)}) has failed too often in "
+                f"a row; the next trial is in {self.retry_in:.1f} s"
+            )
+        super().__init__(text)
 
 
 Preference: TypeAlias = Callable[[Sequence[Worker]], Worker | None]
@@ -114,12 +132,16 @@ Preference: TypeAlias = Callable[[Sequence[Worker]], Worker | None]
 
 
 class Lease:
-    """A worker's load for the length of one leg; releasing twice is harmless."""
+    """A worker's load for the length of one leg; releasing twice is harmless.
 
-    __slots__ = ("_cost", "_held", "worker")
+    The outcome is told on ``permit``, which may outlast the load.
+    """
+
+    __slots__ = ("_cost", "_held", "permit", "worker")
 
     def __init__(self, worker: Worker, cost: float) -> None:
         self.worker = worker
+        self.permit: Permit = worker.breaker.begin()
         self._cost = cost
         self._held = True
         worker.outstanding += 1
@@ -147,8 +169,11 @@ class Lease:
 class Registry:
     """All workers; choosing one and counting it in are one step."""
 
-    def __init__(self, scorer: Scorer | None = None) -> None:
+    def __init__(
+        self, scorer: Scorer | None = None, breakers: BreakerSettings | None = None
+    ) -> None:
         self.scorer: Scorer = scorer or OutstandingRequests()
+        self._breakers = breakers
         self._workers: dict[tuple[Role, Address], Worker] = {}
         self._clock = count(1)
 
@@ -157,7 +182,7 @@ class Registry:
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Make a worker known; it is chosen once a health check has passed."""
-        worker = Worker(spec)
+        worker = Worker(spec, Breaker(self._breakers))
         self._workers[spec.role, spec.address] = worker
         return worker
 
@@ -174,12 +199,22 @@ class Registry:
         return self._workers.get((role, address))
 
     def healthy(self, role: Role) -> list[Worker]:
-        """The workers of a role that can be chosen now."""
+        """The workers of a role that pass their health checks."""
         return [w for w in self if w.role is role and w.healthy]
 
+    def available(self, role: Role) -> list[Worker]:
+        """The workers of a role that can be chosen now."""
+        return [w for w in self.healthy(role) if w.breaker.admits]
+
     def ready(self) -> bool:
-        """Whether a request could be served: both roles have a healthy worker."""
-        return all(self.healthy(role) for role in Role)
+        """Whether a request could be served: both roles have a worker for it.
+
+        A breaker that waits for its probe is no reason to send nothing.
+        """
+        return all(
+            any(w.breaker.state is not BreakerState.OPEN for w in self.healthy(role))
+            for role in Role
+        )
 
     def acquire(
         self,
@@ -192,11 +227,12 @@ class Registry:
         Among equals the one chosen longest ago wins.
 
         Raises:
-            NoWorkerError: none is healthy and not excluded.
+            NoWorkerError: none is available and not excluded.
         """
-        candidates = [w for w in self.healthy(work.role) if w not in excluded]
+        healthy = [w for w in self.healthy(work.role) if w not in excluded]
+        candidates = [w for w in healthy if w.breaker.admits]
         if not candidates:
-            raise NoWorkerError(work.role)
+            raise NoWorkerError(work.role, healthy)
         best = prefer(candidates) if prefer else None
         if best is None:
             best = min(
