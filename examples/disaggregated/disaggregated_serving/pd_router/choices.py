@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .config import Mode, Role
 from .errors import Reply
 from .plan import Plan
-from .workers import Registry, Work, Worker
+from .workers import Lease, Registry, Worker
 
 if TYPE_CHECKING:
     from .dispatch import Attempt
@@ -57,11 +57,11 @@ class ChoiceLog:
         """Write no more."""
         self._file.close()
 
-    def look(self, work: Work, own: Worker | None) -> dict[str, Any]:
-        """The decode engines' loads, ``own`` without this attempt's leg."""
-        cost = self._workers.scorer.cost(work)
+    def look(self, own: Lease | None) -> dict[str, Any]:
+        """The decode engines' loads, without what ``own`` adds to one."""
         loads = {
-            worker: worker.load - (cost if worker is own else 0.0)
+            worker: worker.load
+            - (own.cost if own is not None and worker is own.worker else 0.0)
             for worker in self._workers.healthy(Role.DECODE)
         }
         choice = min(loads, key=lambda w: (loads[w], w.last_picked), default=None)
@@ -78,10 +78,9 @@ class _NotingPlan(Plan):
         self._log = log
         self._attempt = attempt
         self._inner = inner
-        self._work = Work(Role.DECODE, attempt.call.body)
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
-        self._early = log.look(self._work, None)
+        self._early = log.look(None)
         self._late: dict[str, Any] | None = None
 
     def prefer(self, candidates: Sequence[Worker]) -> Worker | None:
@@ -93,7 +92,9 @@ class _NotingPlan(Plan):
 
     def prefilled(self, reply: Reply) -> None:
         self._note("prefilled")
-        self._late = self._log.look(self._work, self._attempt.decode)
+        decode = self._attempt.decode
+        own = None if decode is None else self._attempt.leases.get(decode)
+        self._late = self._log.look(own)
         self._inner.prefilled(reply)
 
     def decode_params(self, worker: Worker) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 """What every way of serving a request shares: legs, retries, clean-up."""
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from .blame import blamed
-from .breaker import Permit
 from .config import Role, RouterConfig
 from .conversations import Key
 from .errors import Cause, HandoffError, Reply
@@ -29,6 +29,7 @@ from .legs import (
 )
 from .metrics import Metrics
 from .plan import Plan
+from .prompt_size import PromptSize
 from .rewrite import prefill_body, prefill_params, with_params
 from .side_channel import SideChannelClient
 from .workers import Lease, NoWorkerError, Registry, Work, Worker
@@ -52,7 +53,7 @@ _NEVER_BEGUN = frozenset(
 _PREFILL_GRACE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One prompt that a client wants served, perhaps as a conversation's turn."""
 
@@ -61,6 +62,11 @@ class Call:
     request_id: str
     headers: Mapping[str, str]
     conversation: Key | None = None
+
+    @functools.cached_property
+    def prompt(self) -> PromptSize:
+        """Estimates for its prompt."""
+        return PromptSize(self.body)
 
     @property
     def streaming(self) -> bool:
@@ -78,12 +84,16 @@ class Attempt:
         self.decode: Worker | None = None
         self.content: Reply | EventStream | None = None
         self.plan = Plan()
-        self.permits: dict[Worker, Permit] = {}
+        self.leases: dict[Worker, Lease] = {}
+
+    def work(self, role: Role) -> Work:
+        """What a leg of it gives a worker to do."""
+        return Work(role, self.call.body, self.call.prompt)
 
     def end(self) -> None:
         """All its legs have ended."""
-        for permit in self.permits.values():
-            permit.end()
+        for lease in self.leases.values():
+            lease.permit.end()
         self.plan.end()
 
     @property
@@ -98,8 +108,8 @@ class Attempt:
 
     def blame(self, worker: Worker) -> None:
         """Count a failure of a worker that took part."""
-        permit = self.permits.get(worker)
-        if permit is not None and permit.failure():
+        lease = self.leases.get(worker)
+        if lease is not None and lease.permit.failure():
             logger.warning(
                 "%s has failed %d times in a row and is out of the choice for %.1f s",
                 worker,
@@ -155,14 +165,13 @@ class Legs:
         """
         prefer = attempt.plan.prefer if role is Role.DECODE else None
         try:
-            lease = self.workers.acquire(
-                Work(role, attempt.call.body), excluded, prefer
-            )
+            lease = self.workers.acquire(attempt.work(role), excluded, prefer)
         except NoWorkerError as error:
             raise self.none_left(attempt, error) from error
-        attempt.permits[lease.worker] = lease.permit
+        attempt.leases[lease.worker] = lease
         if role is Role.PREFILL:
             attempt.prefill = lease.worker
+            self._remember(attempt, lease.worker)
         else:
             attempt.decode = lease.worker
         return lease
@@ -241,6 +250,7 @@ class Legs:
                 ) from error
             attempt.content = content
             self._note_success(attempt, worker, handoff=params is not None)
+            self._remember(attempt, worker)
             attempt.plan.answered()
             if isinstance(content, Reply):
                 attempt.plan.finished(content)
@@ -265,6 +275,11 @@ class Legs:
         if error.detail is not None:
             logger.warning("%s failed: %s", attempt, error.detail)
 
+    def _remember(self, attempt: Attempt, worker: Worker) -> None:
+        """Note which prompt a worker's cache has, where anybody will ask."""
+        if self.config.routing.remembers:
+            worker.prefixes.note(attempt.call.prompt.chunks)
+
     def _timed(self, role: Role) -> "_LegTimer":
         return _LegTimer(self.metrics, role)
 
@@ -288,8 +303,8 @@ class Legs:
     def _note_success(self, attempt: Attempt, sink: Worker, *, handoff: bool) -> None:
         # A prefill engine has done its part when its KV has come, not before.
         for worker in (sink, attempt.prefill if handoff else None):
-            permit = attempt.permits.get(worker) if worker else None
-            if permit is not None and permit.success():
+            lease = attempt.leases.get(worker) if worker else None
+            if lease is not None and lease.permit.success():
                 logger.info("%s answers again and is back in the choice", worker)
 
 

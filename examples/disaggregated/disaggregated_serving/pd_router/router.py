@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from .balance import Scorer
+from .balance import scorer as make_scorer
 from .choices import ChoiceLog
 from .config import Mode, Role, RouterConfig
 from .conversation_api import take_key
@@ -34,7 +36,7 @@ from .push import PushDispatcher
 from .relay import ClientConnection, InFlight, RelayResponse, relay_one
 from .rewrite import COMPLETIONS_PATH, KV_PARAMS, Body, needs_local_prefill
 from .side_channel import SideChannelClient, Token
-from .workers import Registry, Scorer
+from .workers import Registry
 
 DISPATCHERS: Mapping[Mode, type[Dispatcher]] = {
     Mode.PUSH: PushDispatcher,
@@ -53,7 +55,12 @@ class Router:
 
     def __init__(self, config: RouterConfig, scorer: Scorer | None = None) -> None:
         self.config = config
-        self.workers = Registry(scorer, config.routing.breaker)
+        routing = config.routing
+        self.workers = Registry(
+            scorer or make_scorer(routing.balance),
+            routing.breaker,
+            routing.balance.memory_tokens,
+        )
         for spec in config.workers:
             self.workers.add(spec)
         self.metrics = Metrics(config.mode, self.workers)

@@ -3,8 +3,32 @@
 
 import argparse
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from .breaker import BreakerSettings
+
+
+class Balance(StrEnum):
+    """What decides among workers."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSettings:
+    """How workers are chosen.
+
+    Attributes:
+        max_load: under ``prefix``, how many times the average of running legs a
+            worker may have, this one included, to be chosen for what it has cached.
+        memory_tokens: tokens of prompts that are remembered for each worker.
+    """
+
+    by: Balance = Balance.REQUESTS
+    max_load: float = 1.25
+    memory_tokens: int = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +36,43 @@ class RoutingSettings:
     """All of it; the defaults are those of the command line."""
 
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it is of use to know what workers have been given."""
+        return self.balance.by is Balance.PREFIX
 
 
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`routing_settings` reads."""
     default = RoutingSettings()
     group = parser.add_argument_group("load and faults")
+    group.add_argument(
+        "--balance",
+        type=Balance,
+        choices=list(Balance),
+        default=default.balance.by,
+        help="choose the engine with the fewest running requests, the fewest tokens to "
+        "compute or to hold, or so that what it is known to have of the prompt does "
+        "not count (prefix); %(default)s",
+    )
+    group.add_argument(
+        "--prefix-max-load",
+        type=_factor,
+        default=default.balance.max_load,
+        metavar="FACTOR",
+        help="with --balance prefix: an engine is chosen for what it has only while it "
+        "runs at most so many times the average of requests; %(default)s",
+    )
+    group.add_argument(
+        "--prefix-memory",
+        type=natural,
+        default=default.balance.memory_tokens,
+        metavar="TOKENS",
+        help="tokens of prompts to remember for each engine, as many as its KV cache "
+        "holds; %(default)s",
+    )
     group.add_argument(
         "--breaker-failures",
         type=natural,
@@ -38,8 +93,16 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
 def routing_settings(args: argparse.Namespace) -> RoutingSettings:
     """What the flags say."""
     return RoutingSettings(
-        breaker=BreakerSettings(args.breaker_failures, args.breaker_seconds)
+        breaker=BreakerSettings(args.breaker_failures, args.breaker_seconds),
+        balance=BalanceSettings(args.balance, args.prefix_max_load, args.prefix_memory),
     )
+
+
+def _factor(text: str) -> float:
+    value = positive_float(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return value
 
 
 def positive_float(text: str) -> float:

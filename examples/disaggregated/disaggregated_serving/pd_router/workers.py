@@ -5,10 +5,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from .balance import OutstandingRequests, Scorer
 from .breaker import Breaker, BreakerSettings, BreakerState, Permit
 from .config import Address, Role, WorkerSpec
+from .prefixes import PrefixMemory
+from .prompt_size import PromptSize
+from .routing import BalanceSettings
 
 # One lost health check is noise on a busy engine; two in a row are not.
 FAILED_POLLS_UNTIL_UNHEALTHY = 2
@@ -26,12 +30,19 @@ class Worker:
         "load",
         "outstanding",
         "picked",
+        "prefixes",
         "spec",
     )
 
-    def __init__(self, spec: WorkerSpec, breaker: Breaker | None = None) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        breaker: Breaker | None = None,
+        prefixes: PrefixMemory | None = None,
+    ) -> None:
         self.spec = spec
         self.breaker = breaker or Breaker()
+        self.prefixes = prefixes or PrefixMemory(BalanceSettings().memory_tokens)
         self.healthy = False
         self.failed_polls = 0
         self.last_error: str | None = "not checked yet"
@@ -66,6 +77,8 @@ class Worker:
         """Take it out of the choice until a health check passes."""
         changed = self.healthy
         self.healthy, self.last_error = False, reason
+        # Most engines that do not answer come back with an empty cache.
+        self.prefixes.clear()
         return changed
 
     def note_failed_poll(self, reason: str) -> bool:
@@ -83,28 +96,12 @@ class Work:
 
     role: Role
     body: Mapping[str, Any]
+    size: PromptSize | None = None
 
-
-class Scorer(Protocol):
-    """How loads are measured and compared."""
-
-    def cost(self, work: Work) -> float:
-        """How much ``work`` adds to a worker's load while it runs."""
-
-    def score(self, worker: Worker, work: Work) -> float:
-        """How bad ``worker`` would be for ``work``; the lowest is chosen."""
-
-
-class OutstandingRequests:
-    """Every running leg weighs the same."""
-
-    def cost(self, work: Work) -> float:
-        """One, whatever the work is."""
-        return 1.0
-
-    def score(self, worker: Worker, work: Work) -> float:
-        """The worker's running legs."""
-        return worker.load
+    @property
+    def prompt(self) -> PromptSize:
+        """How long its prompt is; ``size`` where that is known already."""
+        return self.size or PromptSize(self.body)
 
 
 class NoWorkerError(Exception):
@@ -137,12 +134,12 @@ class Lease:
     The outcome is told on ``permit``, which may outlast the load.
     """
 
-    __slots__ = ("_cost", "_held", "permit", "worker")
+    __slots__ = ("_held", "cost", "permit", "worker")
 
     def __init__(self, worker: Worker, cost: float) -> None:
         self.worker = worker
         self.permit: Permit = worker.breaker.begin()
-        self._cost = cost
+        self.cost = cost
         self._held = True
         worker.outstanding += 1
         worker.load += cost
@@ -152,7 +149,7 @@ class Lease:
         if self._held:
             self._held = False
             self.worker.outstanding -= 1
-            self.worker.load -= self._cost
+            self.worker.load -= self.cost
 
     def __enter__(self) -> Worker:
         return self.worker
@@ -170,10 +167,14 @@ class Registry:
     """All workers; choosing one and counting it in are one step."""
 
     def __init__(
-        self, scorer: Scorer | None = None, breakers: BreakerSettings | None = None
+        self,
+        scorer: Scorer | None = None,
+        breakers: BreakerSettings | None = None,
+        memory_tokens: int = BalanceSettings().memory_tokens,
     ) -> None:
         self.scorer: Scorer = scorer or OutstandingRequests()
         self._breakers = breakers
+        self._memory_tokens = memory_tokens
         self._workers: dict[tuple[Role, Address], Worker] = {}
         self._clock = count(1)
 
@@ -182,7 +183,9 @@ class Registry:
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Make a worker known; it is chosen once a health check has passed."""
-        worker = Worker(spec, Breaker(self._breakers))
+        worker = Worker(
+            spec, Breaker(self._breakers), PrefixMemory(self._memory_tokens)
+        )
         self._workers[spec.role, spec.address] = worker
         return worker
 
@@ -222,9 +225,7 @@ class Registry:
         excluded: Collection[Worker] = (),
         prefer: Preference | None = None,
     ) -> Lease:
-        """Choose the preferred or the least loaded worker and count the work in.
-
-        Among equals the one chosen longest ago wins.
+        """Choose the preferred or the best worker and count the work in.
 
         Raises:
             NoWorkerError: none is available and not excluded.
@@ -235,9 +236,7 @@ class Registry:
             raise NoWorkerError(work.role, healthy)
         best = prefer(candidates) if prefer else None
         if best is None:
-            best = min(
-                candidates, key=lambda w: (self.scorer.score(w, work), w.last_picked)
-            )
+            best = self.scorer.choose(candidates, work)
         best.picked += 1
         best.last_picked = next(self._clock)
-        return Lease(best, self.scorer.cost(work))
+        return Lease(best, self.scorer.cost(best, work))

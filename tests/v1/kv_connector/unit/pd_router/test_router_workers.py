@@ -80,23 +80,3 @@ def test_one_lost_health_check_is_forgiven_two_are_not() -> None:
     assert worker.note_failed_poll("timeout")
     assert not worker.healthy
     assert worker.last_error == "timeout"
-
-
-def test_another_measure_of_load_slots_in() -> None:
-    class Tokens:
-        def cost(self, work: Work) -> float:
-            return float(len(work.body["prompt"]))
-
-        def score(self, worker: Worker, work: Work) -> float:
-            return worker.load
-
-    workers = Registry(Tokens())
-    for port in (1, 2):
-        workers.add(WorkerSpec(Role.PREFILL, Address("a", port))).mark_up()
-    long = workers.acquire(Work(Role.PREFILL, {"prompt": [0] * 1000}))
-    short = [workers.acquire(Work(Role.PREFILL, {"prompt": [0]})) for _ in range(5)]
-    assert {lease.worker for lease in short} == {
-        w for w in workers if w is not long.worker
-    }
-    long.release()
-    assert long.worker.load == 0
