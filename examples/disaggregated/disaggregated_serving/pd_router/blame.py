@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker's circuit breaker a failed leg counts against."""
+"""Who has failed with a leg, and what that is worth."""
 
 from collections.abc import Collection
 
 from .config import Role
-from .errors import is_refusal
+from .errors import Cause, HandoffError, is_refusal
 from .legs import ErrorEventError, Failure, LegError, StatusError
 
 OUT_OF_SERVICE = frozenset({502, 503, 504})
@@ -37,3 +37,10 @@ def blamed(
             return _NOBODY
         sure |= isinstance(error, StatusError) and status in OUT_OF_SERVICE
     return (worker.role,) if sure else _BOTH
+
+
+def lost_prefill(error: HandoffError) -> bool:
+    """Whether a prefill leg failed in a way that says nothing of the request."""
+    if error.cause is Cause.PREFILL_STATUS:
+        return error.worker_status in OUT_OF_SERVICE
+    return error.cause in (Cause.PREFILL_CONNECT, Cause.PREFILL_BROKEN)

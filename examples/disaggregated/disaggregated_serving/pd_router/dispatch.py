@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from .blame import blamed
+from .blame import OUT_OF_SERVICE, blamed
 from .config import Role, RouterConfig
 from .conversations import Key
 from .errors import Cause, HandoffError, Reply
@@ -49,6 +49,11 @@ _NEVER_BEGUN = frozenset(
     }
 )
 
+# Before a prefill engine that is out of service is asked again, where it is the only
+# one; what it asks for itself in Retry-After counts up to the second value.
+_PAUSE_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 2.0
+
 # A prefill answer that is on its way when the decode answer is complete.
 _PREFILL_GRACE_SECONDS = 1.0
 
@@ -74,11 +79,24 @@ class Call:
         return bool(self.body.get("stream"))
 
 
+class Tries:
+    """How many more may be made for a call, whole ones or single legs."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def take(self) -> bool:
+        """Make use of one, if there is one left."""
+        self._left -= 1
+        return self._left >= 0
+
+
 class Attempt:
     """One try at serving a call; its id is on both legs and on no other try."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tries: Tries) -> None:
         self.call = call
+        self.tries = tries
         self.transfer_id = uuid.uuid4().hex
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
@@ -355,8 +373,9 @@ class Dispatcher(ABC):
             RouterError: there is none.
         """
         excluded: set[Worker] = set()
-        for left in range(self.legs.config.retries, -1, -1):
-            attempt = Attempt(call)
+        tries = Tries(self.legs.config.retries)
+        while True:
+            attempt = Attempt(call, tries)
             async with AsyncExitStack() as stack:
                 if self._planner is not None:
                     attempt.plan = self._planner(attempt)
@@ -369,7 +388,7 @@ class Dispatcher(ABC):
                     yield answer
                     return
             self.legs.metrics.handoff_failure(failure.cause)
-            if not left or not self._another(failure, excluded):
+            if not self._another(failure, excluded) or not tries.take():
                 # By now all legs have ended, so nobody waits for the answer but
                 # the client.
                 await self.explain(attempt, failure)
@@ -381,13 +400,46 @@ class Dispatcher(ABC):
         """Ask the engines why a hand-off failed."""
         await self.legs.explain(attempt, error)
 
+    async def prefill(
+        self, attempt: Attempt, worker: Worker, excluded: Collection[Worker]
+    ) -> Reply:
+        """Run the prefill leg; again there while that is all that can be done.
+
+        That is when the engine is out of service and there is no other one. The
+        decode leg, if it runs, goes on waiting for the same hand-off, of which the
+        engine cannot know yet.
+
+        Raises:
+            RouterError: the leg failed.
+        """
+        while True:
+            try:
+                return await self.legs.prefill(attempt, worker)
+            except HandoffError as error:
+                if (
+                    error.worker_status not in OUT_OF_SERVICE
+                    or self._others(worker, excluded)
+                    or not worker.breaker.admits
+                    or not attempt.tries.take()
+                ):
+                    raise
+                self.legs.metrics.handoff_failure(error.cause)
+                self.legs.metrics.retry(error.cause)
+                attempt.leases[worker].renew()
+                await asyncio.sleep(_pause(error))
+                logger.info("%s: its prefill leg is tried again: %s", attempt, error)
+
     def _another(self, error: HandoffError, excluded: set[Worker]) -> bool:
         worker = error.worker
         if worker is None or not self.retryable(error):
             return False
         excluded.add(worker)
+        return self._others(worker, excluded)
+
+    def _others(self, worker: Worker, excluded: Collection[Worker]) -> bool:
         return any(
-            other not in excluded for other in self.legs.workers.available(worker.role)
+            other is not worker and other not in excluded
+            for other in self.legs.workers.available(worker.role)
         )
 
 
@@ -405,6 +457,15 @@ class LocalDispatcher(Dispatcher):
 
     async def explain(self, attempt: Attempt, error: HandoffError) -> None:
         """Ask nobody: there was no hand-off."""
+
+
+def _pause(error: HandoffError) -> float:
+    try:
+        asked = float(error.asked_pause or _PAUSE_SECONDS)
+    except ValueError:
+        # It may be a date.
+        asked = _PAUSE_SECONDS
+    return min(max(asked, 0.0), _LONGEST_PAUSE_SECONDS)
 
 
 def start(stack: AsyncExitStack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -132,6 +132,7 @@ class HandoffError(RouterError):
         self.detail = detail
         self.transfer_id = transfer_id
         self.status = 504 if timeout else 503
+        self.asked_pause = retry_after
         self.retry_after = retry_after or str(RETRY_AFTER_SECONDS)
         self.outcome = "timeout" if timeout else "handoff_failed"
 

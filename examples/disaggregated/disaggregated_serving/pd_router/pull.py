@@ -5,10 +5,10 @@ from collections.abc import Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
-from .blame import OUT_OF_SERVICE
+from .blame import lost_prefill
 from .config import Role
 from .dispatch import Answer, Attempt, Dispatcher, logger
-from .errors import Cause, HandoffError, Reply
+from .errors import HandoffError, Reply
 from .rewrite import KV_PARAMS, pull_decode_params
 from .workers import NoWorkerError, Worker
 
@@ -21,9 +21,7 @@ class PullDispatcher(Dispatcher):
 
     def retryable(self, error: HandoffError) -> bool:
         """A prefill leg that was refused or lost for a passing reason."""
-        if error.cause is Cause.PREFILL_STATUS:
-            return error.worker_status in OUT_OF_SERVICE
-        return error.cause in (Cause.PREFILL_CONNECT, Cause.PREFILL_BROKEN)
+        return lost_prefill(error)
 
     async def attempt(
         self, attempt: Attempt, excluded: Collection[Worker], stack: AsyncExitStack
@@ -40,7 +38,7 @@ class PullDispatcher(Dispatcher):
             sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
         with legs.acquire(attempt, Role.PREFILL, excluded) as source:
             logger.info("%s dispatched", attempt)
-            reply = await legs.prefill(attempt, source)
+            reply = await self.prefill(attempt, source, excluded)
         params = _coordinates(reply)
         if params is None:
             legs.metrics.local_prefill("no_params_from_prefill")

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 
+from .blame import lost_prefill
 from .config import Role
 from .dispatch import Answer, Attempt, Dispatcher, logger, settle, start
 from .errors import Cause, HandoffError, Reply
@@ -16,8 +17,12 @@ class PushDispatcher(Dispatcher):
     """Chooses both engines first and runs both legs at the same time."""
 
     def retryable(self, error: HandoffError) -> bool:
-        """Only where a leg was never seen by its engine."""
-        return error.cause in (Cause.PREFILL_CONNECT, Cause.DECODE_CONNECT)
+        """A prefill leg that was refused or lost for a passing reason.
+
+        Decode knows of one prefill engine only, so both legs go out again. A decode
+        leg that its engine has seen is left at that.
+        """
+        return error.cause is Cause.DECODE_CONNECT or lost_prefill(error)
 
     async def attempt(
         self, attempt: Attempt, excluded: Collection[Worker], stack: AsyncExitStack
@@ -38,7 +43,7 @@ class PushDispatcher(Dispatcher):
         decode = start(
             stack, inner.enter_async_context(legs.decode(attempt, sink, params))
         )
-        prefill = start(stack, legs.prefill(attempt, source))
+        prefill = start(stack, self.prefill(attempt, source, excluded))
         prefill.add_done_callback(lambda _: prefill_lease.release())
         stack.push_async_callback(settle, prefill, attempt)
         return await _first_to_decide(prefill, decode)

@@ -144,6 +144,15 @@ class Lease:
         worker.outstanding += 1
         worker.load += cost
 
+    def renew(self) -> None:
+        """Let the leg run once more.
+
+        Raises:
+            RuntimeError: the worker's breaker admits none.
+        """
+        self.permit.end()
+        self.permit = self.worker.breaker.begin()
+
     def release(self) -> None:
         """Take the leg off the worker's load."""
         if self._held:
