@@ -14,7 +14,7 @@ from .plan import Plan
 from .workers import Lease, Registry, Worker
 
 if TYPE_CHECKING:
-    from .dispatch import Attempt
+    from .attempts import Attempt
 
 logger = logging.getLogger("pd_router")
 

@@ -8,7 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .dispatch import Call, Dispatcher
+from .attempts import Call
+from .dispatch import Dispatcher
 from .errors import Cause, HandoffError, Reply
 from .legs import EventStream
 from .prompts import Merger

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .attempts import Attempt
 from .config import Address, ConversationSettings, Role
 from .conversations import Conversations, Kept, Key, Turn
-from .dispatch import Attempt
 from .errors import Reply
 from .plan import Plan
 from .rewrite import receivers

@@ -5,9 +5,10 @@ from collections.abc import Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
+from .attempts import Answer, Attempt
 from .blame import lost_prefill
 from .config import Role
-from .dispatch import Answer, Attempt, Dispatcher, logger
+from .dispatch import Dispatcher, logger
 from .errors import HandoffError, Reply
 from .rewrite import KV_PARAMS, pull_decode_params
 from .workers import NoWorkerError, Worker

@@ -5,9 +5,10 @@ import asyncio
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 
+from .attempts import Answer, Attempt
 from .blame import lost_prefill
 from .config import Role
-from .dispatch import Answer, Attempt, Dispatcher, logger, settle, start
+from .dispatch import Dispatcher, logger, settle, start
 from .errors import Cause, HandoffError, Reply
 from .rewrite import push_decode_params
 from .workers import Worker

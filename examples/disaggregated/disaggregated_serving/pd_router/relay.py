@@ -11,7 +11,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .dispatch import Answer, Call, Dispatcher
+from .attempts import Answer, Call
+from .dispatch import Dispatcher
 from .errors import Cause, HandoffError, Reply, RouterError
 from .failures import decode_failure
 from .legs import EventStream, LegError, StreamFailedError

@@ -9,13 +9,14 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from .attempts import Call
 from .balance import Scorer
 from .balance import scorer as make_scorer
 from .choices import ChoiceLog
 from .config import Mode, Role, RouterConfig
 from .conversation_api import take_key
 from .conversation_metrics import ConversationCollector
-from .dispatch import Call, Dispatcher, Legs, LocalDispatcher, Planner
+from .dispatch import Dispatcher, LocalDispatcher, Planner
 from .errors import (
     BackendRejection,
     Cause,
@@ -26,6 +27,7 @@ from .errors import (
     is_refusal,
 )
 from .health import HealthMonitor
+from .leg_runner import Legs
 from .legs import Backend, LegError, forwarded
 from .many import relay_many
 from .metrics import Metrics

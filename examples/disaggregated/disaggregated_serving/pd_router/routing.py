@@ -33,15 +33,21 @@ class BalanceSettings:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
-    """All of it; the defaults are those of the command line."""
+    """All of it; the defaults are those of the command line.
+
+    Attributes:
+        skip_below: prompts of which decode has to compute fewer tokens than this are
+            not prefilled elsewhere; 0 for none.
+    """
 
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
+    skip_below: int = 0
 
     @property
     def remembers(self) -> bool:
         """Whether it is of use to know what workers have been given."""
-        return self.balance.by is Balance.PREFIX
+        return self.balance.by is Balance.PREFIX or self.skip_below > 0
 
 
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +80,14 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
         "holds; %(default)s",
     )
     group.add_argument(
+        "--skip-prefill-below",
+        type=natural,
+        default=default.skip_below,
+        metavar="TOKENS",
+        help="let decode compute a prompt itself that has fewer tokens than this, or "
+        "fewer beyond what the decode engine has been given before; %(default)s",
+    )
+    group.add_argument(
         "--breaker-failures",
         type=natural,
         default=default.breaker.failures,
@@ -95,6 +109,7 @@ def routing_settings(args: argparse.Namespace) -> RoutingSettings:
     return RoutingSettings(
         breaker=BreakerSettings(args.breaker_failures, args.breaker_seconds),
         balance=BalanceSettings(args.balance, args.prefix_max_load, args.prefix_memory),
+        skip_below=args.skip_prefill_below,
     )
 
 

@@ -228,13 +228,13 @@ class Registry:
             for role in Role
         )
 
-    def acquire(
+    def choose(
         self,
         work: Work,
         excluded: Collection[Worker] = (),
         prefer: Preference | None = None,
-    ) -> Lease:
-        """Choose the preferred or the best worker and count the work in.
+    ) -> Worker:
+        """The preferred or the best worker.
 
         Raises:
             NoWorkerError: none is available and not excluded.
@@ -243,9 +243,20 @@ class Registry:
         candidates = [w for w in healthy if w.breaker.admits]
         if not candidates:
             raise NoWorkerError(work.role, healthy)
-        best = prefer(candidates) if prefer else None
-        if best is None:
-            best = self.scorer.choose(candidates, work)
+        return (prefer and prefer(candidates)) or self.scorer.choose(candidates, work)
+
+    def acquire(
+        self,
+        work: Work,
+        excluded: Collection[Worker] = (),
+        prefer: Preference | None = None,
+    ) -> Lease:
+        """Choose a worker and count the work in.
+
+        Raises:
+            NoWorkerError: none is available and not excluded.
+        """
+        best = self.choose(work, excluded, prefer)
         best.picked += 1
         best.last_picked = next(self._clock)
         return Lease(best, self.scorer.cost(best, work))
