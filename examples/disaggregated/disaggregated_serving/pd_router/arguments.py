@@ -129,7 +129,7 @@ def build_parser(mode: Mode) -> argparse.ArgumentParser:
         metavar="KEY",
         help=f"enables /admin/workers; also read from {ADMIN_KEY_VARIABLE}",
     )
-    add_routing_flags(parser)
+    add_routing_flags(parser, push=mode is Mode.PUSH)
     add(
         "--log-level",
         default="info",

@@ -64,6 +64,10 @@ class Attempt:
         self.content: Reply | EventStream | None = None
         self.plan = Plan()
         self.leases: dict[Worker, Lease] = {}
+        self.rebound = False
+        """Whether a second decode engine was asked for the hand-off."""
+        self.lost: set[Worker] = set()
+        """Decode engines that were lost on the way."""
 
     def work(self, role: Role) -> Work:
         """What a leg of it gives a worker to do."""
@@ -95,6 +99,13 @@ class Attempt:
                 worker.breaker.failures,
                 worker.breaker.retry_in,
             )
+
+    def take(self, worker: Worker, content: Reply | EventStream) -> bool:
+        """Make this the answer, unless there is one already."""
+        if self.content is not None:
+            return False
+        self.decode, self.content = worker, content
+        return True
 
     def complete(self) -> bool:
         """Whether the decode leg has given all it has."""

@@ -39,6 +39,13 @@ def blamed(
     return (worker.role,) if sure else _BOTH
 
 
+def lost_decode(error: HandoffError) -> bool:
+    """Whether a decode leg failed with its engine, not with the hand-off."""
+    if error.cause is Cause.DECODE_STATUS:
+        return error.worker_status in OUT_OF_SERVICE
+    return error.cause in (Cause.DECODE_CONNECT, Cause.DECODE_BROKEN)
+
+
 def lost_prefill(error: HandoffError) -> bool:
     """Whether a prefill leg failed in a way that says nothing of the request."""
     if error.cause is Cause.PREFILL_STATUS:

@@ -133,6 +133,11 @@ class Conversations:
         base.promised = turn.releases_base = True
         return base.transfer_id
 
+    def withdraw_promise(self, turn: Turn) -> None:
+        """The engine that was told to let go has not come to this turn's end."""
+        if turn.base is not None and turn.releases_base:
+            turn.base.promised = turn.releases_base = False
+
     def finish(self, turn: Turn, kept: Kept) -> None:
         """Note the normal end of a turn; the one that ends last is continued."""
         if turn.over:

@@ -2,22 +2,19 @@
 """What every way of serving a request shares: tries and clean-up."""
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from .attempts import Answer, Attempt, Call, Tries
 from .blame import OUT_OF_SERVICE
+from .config import Role
 from .errors import HandoffError, Reply
 from .leg_runner import Legs
 from .plan import Plan
+from .tasks import logger
 from .workers import Worker
-
-logger = logging.getLogger("pd_router")
-
-T = TypeVar("T")
 
 # Before a prefill engine that is out of service is asked again, where it is the only
 # one; what it asks for itself in Retry-After counts up to the second value.
@@ -72,7 +69,7 @@ class Dispatcher(ABC):
                     yield answer
                     return
             self.legs.metrics.handoff_failure(failure.cause)
-            if not self._another(failure, excluded) or not tries.take():
+            if not self._another(attempt, failure, excluded) or not tries.take():
                 # By now all legs have ended, so nobody waits for the answer but
                 # the client.
                 await self.explain(attempt, failure)
@@ -121,9 +118,18 @@ class Dispatcher(ABC):
                 await asyncio.sleep(_pause(error))
                 logger.info("%s: its prefill leg is tried again: %s", attempt, error)
 
-    def _another(self, error: HandoffError, excluded: set[Worker]) -> bool:
+    def _another(
+        self, attempt: Attempt, error: HandoffError, excluded: set[Worker]
+    ) -> bool:
         worker = error.worker
-        if worker is None or not self.retryable(error):
+        if worker is None:
+            return False
+        if attempt.rebound and worker.role is Role.DECODE:
+            # The first engine may have let go of the hand-off for the second one,
+            # too. The prompt is still in the prefill engine's cache.
+            excluded |= attempt.lost
+            return True
+        if not self.retryable(error):
             return False
         excluded.add(worker)
         return self._others(worker, excluded)
@@ -160,21 +166,6 @@ def _pause(error: HandoffError) -> float:
         # It may be a date.
         asked = _PAUSE_SECONDS
     return min(max(asked, 0.0), _LONGEST_PAUSE_SECONDS)
-
-
-def start(stack: AsyncExitStack, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Run a leg beside others; leaving ``stack`` cancels it and waits for it."""
-    task = asyncio.create_task(work)
-    # Its failure may come after everybody has stopped listening.
-    task.add_done_callback(lambda t: t.cancelled() or t.exception())
-    stack.push_async_callback(_stop, task)
-    return task
-
-
-async def _stop(task: asyncio.Task[Any]) -> None:
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
 
 
 async def settle(task: asyncio.Task[Any], attempt: Attempt) -> None:

@@ -42,6 +42,10 @@ _NEVER_BEGUN = frozenset(
 )
 
 
+class TooLateError(Exception):
+    """Another decode leg of the same attempt has answered before."""
+
+
 class Legs:
     """Runs single legs: counts them, times them, translates their failures."""
 
@@ -170,6 +174,7 @@ class Legs:
 
         Raises:
             RouterError: the leg failed before there was an answer.
+            TooLateError: another one has answered before.
         """
         call = attempt.call
         body = call.body
@@ -191,7 +196,10 @@ class Legs:
                 raise decode_failure(
                     error, attempt.transfer_id, handoff=params is not None
                 ) from error
-            attempt.content = content
+            if not attempt.take(worker, content):
+                if isinstance(content, EventStream):
+                    content.close()
+                raise TooLateError
             self._note_success(attempt, worker, handoff=params is not None)
             self._remember(attempt, worker)
             attempt.plan.answered()

@@ -62,6 +62,12 @@ class Metrics:
             ["mode", "reason"],
             registry=self.registry,
         )
+        self._rebinds = Counter(
+            "pd_router_rebinds",
+            "Hand-offs that two decode engines were asked for, by which one answered",
+            ["mode", "reason", "winner"],
+            registry=self.registry,
+        )
         self.registry.register(_WorkerCollector(workers))
 
     def request(self, endpoint: str, outcome: str) -> None:
@@ -87,6 +93,10 @@ class Metrics:
     def local_prefill(self, reason: str) -> None:
         """Count a request that was served without a hand-off."""
         self._local.labels(self._mode, reason).inc()
+
+    def rebind(self, reason: str, winner: str) -> None:
+        """Count a hand-off that a second decode engine was asked for."""
+        self._rebinds.labels(self._mode, reason, winner).inc()
 
     def render(self) -> bytes:
         """All series in Prometheus' text format."""

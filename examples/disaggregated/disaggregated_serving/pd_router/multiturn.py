@@ -141,7 +141,8 @@ class _TurnPlan(Plan):
         self._table = multiturn.table
         self._attempt = attempt
         self._turn = turn
-        self._kept: Kept | None = None
+        # A second decode leg may run beside the first one.
+        self._kept: dict[Address, Kept] = {}
         self._told = False
         self._prompt_tokens: int | None = None
         self._moved: str | None = None
@@ -183,8 +184,8 @@ class _TurnPlan(Plan):
     def prefilled(self, reply: Reply) -> None:
         usage = _usage(reply)
         self._prompt_tokens = _count(usage.get("prompt_tokens"))
-        if self._kept is not None:
-            self._kept.prompt_tokens = self._prompt_tokens
+        for kept in self._kept.values():
+            kept.prompt_tokens = self._prompt_tokens
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
         saved = _count(cached)
@@ -196,7 +197,7 @@ class _TurnPlan(Plan):
         # Several answers to one prompt leave no single history to go on from.
         if receivers(self._attempt.call.body) > 1 or not worker.spec.report_address:
             return {"retain": False}
-        self._kept = Kept(
+        self._kept[worker.address] = Kept(
             self._attempt.transfer_id,
             worker.address,
             prompt_tokens=self._prompt_tokens,
@@ -216,7 +217,8 @@ class _TurnPlan(Plan):
             totals.moved[self._moved] += 1
 
     def finished(self, reply: Reply | None) -> None:
-        kept = self._kept
+        decode = self._attempt.decode
+        kept = None if decode is None else self._kept.get(decode.address)
         if kept is None:
             return
         if reply is not None:
@@ -224,6 +226,10 @@ class _TurnPlan(Plan):
             kept.answer_tokens = _count(usage.get("completion_tokens"))
             if kept.prompt_tokens is None:
                 kept.prompt_tokens = _count(usage.get("prompt_tokens"))
+        base = self._turn.base
+        if base is not None and base.worker != kept.worker:
+            # Only the engine that has been asked to lets go by itself.
+            self._table.withdraw_promise(self._turn)
         self._table.finish(self._turn, kept)
         self._multiturn.flush()
 

@@ -8,9 +8,11 @@ from typing import Any
 from .attempts import Answer, Attempt
 from .blame import lost_prefill
 from .config import Role
-from .dispatch import Dispatcher, logger
+from .decode_legs import DecodeLegs
+from .dispatch import Dispatcher
 from .errors import HandoffError, Reply
 from .rewrite import KV_PARAMS, pull_decode_params
+from .tasks import logger
 from .workers import NoWorkerError, Worker
 
 
@@ -36,7 +38,8 @@ class PullDispatcher(Dispatcher):
             )
         sink = None
         if legs.config.choose_early:
-            sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
+            sink = legs.acquire(attempt, Role.DECODE, excluded)
+            stack.enter_context(sink)
         with legs.acquire(attempt, Role.PREFILL, excluded) as source:
             logger.info("%s dispatched", attempt)
             reply = await self.prefill(attempt, source, excluded)
@@ -52,8 +55,9 @@ class PullDispatcher(Dispatcher):
         else:
             params = pull_decode_params(attempt.transfer_id, attempt.call.body, params)
         if sink is None:
-            sink = stack.enter_context(legs.acquire(attempt, Role.DECODE))
-        return await stack.enter_async_context(legs.decode(attempt, sink, params))
+            sink = legs.acquire(attempt, Role.DECODE, excluded)
+            stack.enter_context(sink)
+        return await DecodeLegs(legs, attempt, params, excluded, stack).answer(sink)
 
 
 def _coordinates(reply: Reply) -> dict[str, Any] | None:

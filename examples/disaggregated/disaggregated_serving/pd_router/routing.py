@@ -38,11 +38,14 @@ class RoutingSettings:
     Attributes:
         skip_below: prompts of which decode has to compute fewer tokens than this are
             not prefilled elsewhere; 0 for none.
+        rebind_after: seconds that decode may take in push once the prompt has been
+            prefilled, before a less busy engine is asked, too; 0 asks none.
     """
 
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     skip_below: int = 0
+    rebind_after: float = 0.0
 
     @property
     def remembers(self) -> bool:
@@ -50,8 +53,8 @@ class RoutingSettings:
         return self.balance.by is Balance.PREFIX or self.skip_below > 0
 
 
-def add_routing_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that :func:`routing_settings` reads."""
+def add_routing_flags(parser: argparse.ArgumentParser, *, push: bool) -> None:
+    """The flags that :func:`routing_settings` reads; some are for push alone."""
     default = RoutingSettings()
     group = parser.add_argument_group("load and faults")
     group.add_argument(
@@ -87,6 +90,16 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
         help="let decode compute a prompt itself that has fewer tokens than this, or "
         "fewer beyond what the decode engine has been given before; %(default)s",
     )
+    if push:
+        group.add_argument(
+            "--rebind-after",
+            type=_seconds,
+            default=default.rebind_after,
+            metavar="SECONDS",
+            help="ask a less busy decode engine, too, if the first one has not "
+            "answered so long after prefill; the first answer is taken; 0 never; "
+            "%(default)s",
+        )
     group.add_argument(
         "--breaker-failures",
         type=natural,
@@ -106,11 +119,20 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
 
 def routing_settings(args: argparse.Namespace) -> RoutingSettings:
     """What the flags say."""
+    default = RoutingSettings()
     return RoutingSettings(
         breaker=BreakerSettings(args.breaker_failures, args.breaker_seconds),
         balance=BalanceSettings(args.balance, args.prefix_max_load, args.prefix_memory),
         skip_below=args.skip_prefill_below,
+        rebind_after=getattr(args, "rebind_after", default.rebind_after),
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return value
 
 
 def _factor(text: str) -> float:

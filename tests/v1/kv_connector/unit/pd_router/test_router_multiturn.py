@@ -15,6 +15,7 @@ from conversation_backends import (
     transfer_of,
     until,
 )
+from pd_router.routing import RoutingSettings
 from router_backends import (
     CHAT,
     DONE,
@@ -315,14 +316,38 @@ async def test_an_unhealthy_decode_engine_is_left_and_not_asked(
     assert talk.continues(2) == transfer_of(talk.decode_leg(0, 1))
 
 
-async def test_a_decode_engine_found_dead_is_left_by_the_retry(talk: Talk) -> None:
+async def test_a_decode_engine_found_dead_is_left_behind(talk: Talk) -> None:
     await talk.start("push", decode=[WHOLE, WHOLE])
     await talk.turn()
     await talk.cluster.decode[0].stop()
     assert (await talk.turn()).status == 200
     assert len(talk.cluster.decode[1].seen) == 1
-    legs = [talk.continues(i) for i in range(1, len(talk.cluster.prefill[0].seen))]
-    assert legs[-1] is None
+    # The prefill leg goes on; it has been told of the dead one, and will compute.
+    assert len(talk.cluster.prefill[0].seen) == 2
+    await talk.turn()
+    assert talk.continues(2) == transfer_of(talk.decode_leg(0, 1))
+
+
+async def test_a_turn_that_another_engine_answers_is_continued_there(
+    talk: Talk,
+) -> None:
+    slow = in_turn(WHOLE, hangs())
+    await talk.start(
+        "push", decode=[slow, WHOLE], routing=RoutingSettings(rebind_after=0.05)
+    )
+    await talk.turn()
+    first = transfer_of(talk.decode_leg(0, 0))
+    # Load that only the first one has, or it would not be left.
+    talk.decode_workers[0].outstanding += 2
+    assert (await talk.turn()).status == 200
+    second = transfer_of(talk.decode_leg(0, 1))
+    assert transfer_of(talk.decode_leg(1, 0)) == second
+    # The first engine lets go at a normal end only, which it has not come to.
+    assert talk.decode_leg(1, 0).params["release_transfer_id"] == first
+    talk.decode_workers[0].outstanding -= 2
+    await talk.released(0, first)
+    await talk.turn()
+    assert talk.continues(2) == second
 
 
 # ---- turns at the same time
