@@ -127,6 +127,11 @@ class Client:
             except ValueError:
                 return Reply(response.status, text)
 
+    async def get(self, server: ServerProcess, path: str) -> Reply:
+        """Read a whole response."""
+        async with self._session.get(server.url + path) as response:
+            return Reply(response.status, await response.json())
+
     async def delete(self, server: ServerProcess, path: str) -> Reply:
         """Send a request to delete something and read its whole response."""
         async with self._session.delete(server.url + path) as response:

@@ -2,7 +2,7 @@
 """The engines of the distributed tests: what they are, and one room for them all.
 
 Engines take long to start and much of a small machine, so a room keeps those that
-the next test needs, stops the others first, and never holds more than two.
+the next test needs, stops the others first, and seldom holds more than two.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
             return replace(base, transfer_config=own)
         case ["otherblocks"]:
             return _of_other_blocks(replace(base, transfer_config=own))
+        case ["narrow", _]:
+            # One request at a time; several such engines are told apart by a number.
+            return replace(base, transfer_config=own, max_num_seqs=1)
         case ["multi"]:
             return replace(base, transfer_config=_multi(own, role))
         case ["windows"]:
@@ -262,7 +265,7 @@ class EngineRoom:
         self.log_dir = log_dir
         self.trace = log_dir / "handoffs.jsonl"
         self._engines: dict[str, Engine] = {}
-        self._router: tuple[tuple[str, str, str], Router] | None = None
+        self._router: tuple[tuple[str, ...], Router] | None = None
         self._starts = 0
 
     def single(self) -> Engine:
@@ -275,19 +278,39 @@ class EngineRoom:
         Raises:
             StartError: one of them did not become ready in time.
         """
-        first, second = self._run(prefill, decode)
-        key = (mode, prefill, decode)
+        first, (second,), router = self.crew(mode, prefill, (decode,))
+        return Pair(first, second, router)
+
+    def crew(
+        self,
+        mode: Mode,
+        prefill: str,
+        decode: Sequence[str],
+        router_arguments: tuple[str, ...] = (),
+    ) -> tuple[Engine, list[Engine], Router]:
+        """Run one prefill engine, several decode engines and their router.
+
+        Raises:
+            StartError: one of them did not become ready in time.
+        """
+        source, *sinks = self._run(prefill, *decode)
+        key = (mode, prefill, *decode, *router_arguments)
         if self._router is None or self._router[0] != key:
             self._stop_router()
             name = self._log_name(f"{mode}-router")
-            multiturn = "-turns" in prefill
             router = Router(
-                name, mode, [first], [second], self.log_dir, multiturn=multiturn
+                name,
+                mode,
+                [source],
+                sinks,
+                self.log_dir,
+                router_arguments,
+                multiturn="-turns" in prefill,
             )
             self._router = (key, router)
             router.start()
             router.wait_ready(ROUTER_TIMEOUT_S)
-        return Pair(first, second, self._router[1])
+        return source, sinks, self._router[1]
 
     def servers(self) -> list[ServerProcess]:
         """What runs, for a look at the logs."""
