@@ -23,6 +23,7 @@
 #   START_SERVERS=1    starts the engines here, and ends them (default with DEVICE=cpu)
 #   POINT_TIMEOUT      seconds that a point may take beyond its arrivals: 1800
 #   PROXY_PORT         8000
+#   PROXY_ARGS         more options of the proxy, such as "--rebind-after 0.1"
 #   SIDE_CHANNEL_TOKEN_FILE   the engines' side_channel_token_file, if they have one
 #   PREFILL_ENGINE_ID, PREFILL_KV_HOST, PREFILL_TP_SIZE, PREFILL_PP_SIZE
 #                      what the push proxy says of P; defaults as in serve_pd.sh
@@ -134,7 +135,7 @@ sweep() {
     --served-model-name "$SERVED_MODEL_NAME" --tp-size "$TP_SIZE" --caches "$CACHES"
     --point-timeout "${POINT_TIMEOUT:-1800}"
     --token-file "${SIDE_CHANNEL_TOKEN_FILE:-}"
-    --engine-options "${EXTRA_CONFIG:-} ${EXTRA_ARGS:-} ${BLOCK_SIZE:-}"
+    --engine-options "${EXTRA_CONFIG:-} ${EXTRA_ARGS:-} ${BLOCK_SIZE:-}${PROXY_ARGS:+ $PROXY_ARGS}"
   )
   if [[ $mode == single ]]; then
     arguments+=(--base-url "$engine" --prefill "$engine")
@@ -195,6 +196,9 @@ start_proxy() {
       ;;
   esac
   [[ $mode != pull-early ]] || arguments+=(--decode-choice early)
+  local more
+  read -ra more <<<"${PROXY_ARGS:-}"
+  arguments+=("${more[@]}")
   if [[ -n ${SIDE_CHANNEL_TOKEN_FILE:-} ]]; then
     arguments+=(--side-channel-token-file "$SIDE_CHANNEL_TOKEN_FILE")
   fi
