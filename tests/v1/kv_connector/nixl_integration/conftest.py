@@ -31,6 +31,28 @@ REFERENCES_AT_ONCE = 8
 _rooms: list[EngineRoom] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which router ``test_router_contract.py`` tests instead of ours."""
+    group = parser.getgroup("router contract")
+    add = group.addoption
+    add("--router-command", help="starts it; see PLACES in router_contract/bench.py")
+    add("--router-url", help="where it listens, if it runs already")
+    add("--router-mode", choices=["push", "pull"], help="who moves the KV")
+    add("--router-ports", metavar="P,D,PS,DS", help="of the engines it is set to")
+    add("--router-ready-path", help="answers 200 once it serves; /health if not given")
+    add(
+        "--router-conversations",
+        action="store_true",
+        help="it names the turn before to the prefill engine",
+    )
+    add(
+        "--router-waive",
+        action="append",
+        metavar="CHECK",
+        help="skip a check; repeatable",
+    )
+
+
 # In this order, each step needs one other engine at most than the one before it.
 _STAGES = (
     ("test_multi_connector", "push"),
