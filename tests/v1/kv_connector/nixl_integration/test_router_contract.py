@@ -137,7 +137,7 @@ async def test_a_router_keeps_the_contract(
 
 
 async def test_a_command_with_an_unknown_place_is_refused() -> None:
-    async with doubles(Mode.PULL) as (prefill, decode):
+    async with doubles(Mode.PULL, side_channels=False) as (prefill, decode):
         line = command_line("r {prefill} {decode_port}", 1, prefill, decode)
         assert line == f"r 127.0.0.1:{prefill.port} {decode.port}"
         with pytest.raises(ValueError, match=r"'prefil'.*\{prefill\}"):

@@ -230,17 +230,21 @@ class Bench:
 
 @asynccontextmanager
 async def doubles(
-    mode: Mode, ports: tuple[int, int, int, int] | None = None
+    mode: Mode,
+    ports: tuple[int, int, int, int] | None = None,
+    *,
+    side_channels: bool = True,
 ) -> AsyncIterator[tuple[PrefillDouble, DecodeDouble]]:
     """Both engines, listening."""
     prefill_port, decode_port, prefill_side, decode_side = ports or free_ports(4)
     handoffs = Handoffs()
     async with AsyncExitStack() as stack:
         prefill = PrefillDouble(mode, handoffs, prefill_port, prefill_side)
-        stack.callback(prefill.close)
         decode = DecodeDouble(mode, handoffs, decode_port, decode_side)
-        stack.callback(decode.close)
         for engine in (prefill, decode):
+            stack.callback(engine.close)
+            if side_channels:
+                engine.open()
             await engine.start()
             stack.push_async_callback(engine.stop)
         yield prefill, decode

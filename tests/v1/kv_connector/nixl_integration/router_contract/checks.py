@@ -8,8 +8,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import aiohttp
+
 from router_contract.bench import PROMPT, Bench, Got
-from router_contract.engines import CHAT, COMPLETIONS, PIECES, Leg, answer_text
+from router_contract.engines import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    PIECES,
+    Leg,
+    answer_text,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     DecodeParams,
@@ -19,6 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 Run: TypeAlias = Callable[[Bench], Awaitable[None]]
 
 AT_ONCE = 24
+FIRST_WORD_TIMEOUT_S = 5.0
+TOGETHER_TIMEOUT_S = 5.0
+"""How much later than the prefill leg the decode leg may come in push."""
+
 FORGED = "forged-by-the-client"
 LOGPROBS = 2
 """Fields of the request below whose values the routers must not touch."""
@@ -128,7 +141,7 @@ async def order_of_legs(bench: Bench) -> None:
     try:
         await bench.prefill.leg()
         if bench.mode is Mode.PUSH:
-            await bench.decode.leg(within=5.0)
+            await bench.decode.leg(within=TOGETHER_TIMEOUT_S)
         else:
             await asyncio.sleep(0.3)
             assert not bench.decode.legs, "D was asked before P had answered"
@@ -234,7 +247,7 @@ async def params_of_engines_are_kept_from_clients(bench: Bench) -> None:
     more = {"conversation_id": "any"} if bench.spec.conversations else {}
     got = await served(bench, more)
     assert bench.decode.legs[0].answered, "D was told to keep nothing"
-    assert b"kv_transfer_params" not in got.body
+    assert b"kv_transfer_params" not in got.body, "the client was told them"
 
 
 async def prompts_of_a_list_are_handed_off_singly(bench: Bench) -> None:
@@ -259,30 +272,42 @@ async def streams_arrive_as_they_are_made(bench: Bench) -> None:
     """Word by word: the first before the engine has the second, all in order."""
     for path, asked in ((COMPLETIONS, {}), (CHAT, {"messages": chat("")})):
         pause = bench.decode.behaviour.pause = asyncio.Event()
-        body = {"model": "contract-model", "prompt": PROMPT, "stream": True, **asked}
+        prompt = asked.get("messages", PROMPT)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True, **asked}
         if asked:
             del body["prompt"]
-        data = b""
         try:
-            async with bench.session.post(bench.url + path, json=body) as response:
-                assert response.status == 200, response.status
-                kind = response.headers["Content-Type"]
-                assert kind.startswith("text/event-stream"), kind
-                try:
-                    async with asyncio.timeout(5.0):
-                        while b'"index"' not in data:
-                            data += await response.content.readany()
-                except TimeoutError:
-                    raise AssertionError("the first word was held back") from None
-                pause.set()
-                data += await response.content.read()
+            data = await _streamed(bench, path, body, pause)
         finally:
             pause.set()
         got = Got(200, body=data)
-        prompt = asked.get("messages", PROMPT)
         assert got.streamed == {0: answer_text(prompt)}, got
         assert len(got.events) >= PIECES, "words were put together"
         assert got.done, got
+
+
+async def _streamed(
+    bench: Bench, path: str, body: Mapping[str, Any], pause: asyncio.Event
+) -> bytes:
+    """A stream whose second word is made when the first has arrived."""
+    data = b""
+    response: aiohttp.ClientResponse | None = None
+    try:
+        try:
+            async with asyncio.timeout(FIRST_WORD_TIMEOUT_S):
+                response = await bench.session.post(bench.url + path, json=body)
+                while response.status == 200 and b'"index"' not in data:
+                    data += await response.content.readany()
+        except TimeoutError:
+            raise AssertionError("the first word was held back") from None
+        assert response.status == 200, f"the router answered {response.status}"
+        kind = response.headers["Content-Type"]
+        assert kind.startswith("text/event-stream"), f"Content-Type is {kind}"
+        pause.set()
+        return data + await response.content.read()
+    finally:
+        if response is not None:
+            response.close()
 
 
 async def requests_at_once_are_not_mixed(bench: Bench) -> None:

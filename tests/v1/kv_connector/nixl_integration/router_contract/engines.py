@@ -188,6 +188,10 @@ class EngineDouble:
         self._handoffs = handoffs
         self._arrived = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._reports: SideChannelServer | None = None
+
+    def open(self) -> None:
+        """Open the side channel, at which routers ask why a hand-off failed."""
         self._reports = SideChannelServer(self.side_channel, [], self)
 
     async def start(self) -> None:
@@ -210,8 +214,9 @@ class EngineDouble:
             self._runner = None
 
     def close(self) -> None:
-        """Close the side channel."""
-        self._reports.close()
+        """Close the side channel, if it is open."""
+        if self._reports is not None:
+            self._reports.close()
 
     # ---- what the side channel's thread is asked
 

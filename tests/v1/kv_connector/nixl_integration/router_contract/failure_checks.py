@@ -86,7 +86,8 @@ async def failed_prefill_may_be_retried(bench: Bench) -> None:
 def _is_retryable(got: Got) -> None:
     assert got.status == 503, got
     error = got.json.get("error")
-    assert isinstance(error, dict) and error.get("message"), got
+    assert isinstance(error, dict), got
+    assert error.get("message"), error
     assert error.get("code") == 503, error
     assert error.get("retryable") is True, error
     assert "Retry-After" in got.headers, got.headers

@@ -225,7 +225,8 @@ class SmallRouter:
         """The answers to a list of prompts as one."""
         values = []
         for answer in answers:
-            assert isinstance(answer, web.Response) and isinstance(answer.body, bytes)
+            assert isinstance(answer, web.Response)
+            assert isinstance(answer.body, bytes)
             values.append(json.loads(answer.body))
         merged = copy.deepcopy(values[0])
         merged["choices"] = [

@@ -87,7 +87,8 @@ async def conversations_are_not_mixed(bench: Bench) -> None:
     await _turn(bench, "conv-2", other)
     first, _ = await _turn(bench, "conv-1", _next(one, "go on"))
     found = _earlier(first)
-    assert found is not None and found.transfer_id == served.name, found
+    assert found is not None, "the turn before was not named"
+    assert found.transfer_id == served.name, found
 
 
 async def failed_turns_are_not_named(bench: Bench) -> None:
