@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     external_id,
     parse_params,
     prefill_result,
+    retention_result,
 )
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -253,6 +254,24 @@ def test_a_prefill_leg_that_continues_a_conversation() -> None:
     }
     earlier = EarlierTurn(TransferId("t1"), "10.0.0.1", 5600)
     assert parse_params(params) == PrefillParams(None, None, earlier)
+
+
+def test_a_turn_is_also_known_by_what_the_decode_leg_calls_its_request() -> None:
+    told = retention_result(
+        mode=Mode.PULL,
+        transfer_id=TransferId("t1"),
+        address=PrefillAddress("10.0.0.1", 5600, EngineId("e")),
+        num_groups=2,
+        num_tokens=40,
+        expires_at=1e9,
+    )
+    assert told["remote_block_ids"] == [[], []]
+    earlier = EarlierTurn(TransferId("t1"), "10.0.0.1", 5600)
+    assert parse_params({**told, **PREFILL}) == PrefillParams(None, None, earlier)
+    del told["retained_transfer_id"]
+    assert parse_params({**told, **PREFILL}) == PrefillParams(None, None, earlier)
+    for key in ("remote_request_id", "remote_host", "remote_port"):
+        assert parse_params({**told, **PREFILL, key: None}) == PrefillParams(None, None)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def p(
     engine.connector.shutdown()
 
 
-def test_a_decode_leg_leaves_its_kv_behind(d: Engine) -> None:
+def test_a_decode_leg_leaves_its_kv_behind(
+    d: Engine, kind: type[NixlBaseConnector]
+) -> None:
     before = time.time()
     result = d.turn()
     assert result is not None
@@ -84,13 +86,16 @@ def test_a_decode_leg_leaves_its_kv_behind(d: Engine) -> None:
         "do_remote_prefill": False,
         "do_remote_decode": True,
         "retained_transfer_id": "t1",
+        "remote_block_ids": [[]],
         "remote_engine_id": "engine",
-        "remote_request_id": "d-t1",
+        "remote_request_id": "t1",
         "remote_host": d.address[0],
         "remote_port": d.address[1],
         "tp_size": 1,
+        "dcp_size": 1,
         "pp_size": 1,
         "remote_num_tokens": tokens,
+        "transfer_mode": "push" if kind is NixlPushConnector else "pull",
     }
     assert d.retained() == HELD
     (keep,) = (order for order in d.orders() if isinstance(order, Keep))

@@ -202,7 +202,12 @@ def parse_params(params: object) -> PrefillParams | DecodeParams | None:
 def _parse_earlier(params: Mapping[str, Any]) -> EarlierTurn | None:
     transfer_id = _transfer_id(params, "retained_transfer_id")
     if transfer_id is None:
-        return None
+        # Routers that copy only the fields they know do not know that one.
+        told = ("remote_request_id", "remote_host", "remote_port")
+        if any(params.get(key) is None for key in told):
+            return None
+        transfer_id = _transfer_id(params, "remote_request_id")
+        assert transfer_id is not None
     host, port = _address(params)
     return EarlierTurn(transfer_id, host, port)
 
@@ -295,29 +300,35 @@ def prefill_result(
 
 def retention_result(
     *,
+    mode: Mode,
     transfer_id: TransferId,
-    request_id: RequestId,
     address: PrefillAddress,
+    num_groups: int,
     num_tokens: int,
     expires_at: float,
 ) -> dict[str, Any]:
     """What a finished decode leg returns, for the prefill leg of the next turn.
 
     ``expires_at`` is in seconds since the epoch. No block id is in it: the prefill
-    engine asks for the blocks, under a name that the client does not learn.
+    engine asks for the blocks, under a name that the client does not learn. There is
+    an empty list per KV cache group, because routers take an answer without lists for
+    one that keeps nothing; they relay ``remote_request_id`` as the turn's name.
     """
     return {
         "do_remote_prefill": False,
         "do_remote_decode": True,
         "retained_transfer_id": transfer_id,
+        "remote_block_ids": [[] for _ in range(num_groups)],
         "remote_engine_id": address.engine_id,
-        "remote_request_id": request_id,
+        "remote_request_id": transfer_id,
         "remote_host": address.host,
         "remote_port": address.port,
         "tp_size": address.tp_size,
+        "dcp_size": 1,
         "pp_size": address.pp_size,
         "remote_num_tokens": num_tokens,
         "remote_blocks_expiry_time": expires_at,
+        "transfer_mode": mode.value,
     }
 
 

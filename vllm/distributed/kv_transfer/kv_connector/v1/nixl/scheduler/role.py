@@ -140,6 +140,7 @@ class NixlScheduler:
         if config.bidirectional_kv_xfer:
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             self._turns = Turns(
+                mode,
                 config,
                 self._address,
                 block_size,

@@ -12,7 +12,7 @@ from ..commands import Command
 from ..config import ConnectorConfig
 from ..handoff.actions import SenderClosed
 from ..handoff.kept import new_name
-from ..ids import RequestId, TransferId
+from ..ids import Mode, RequestId, TransferId
 from ..params import DecodeParams, EarlierTurn, PrefillAddress, retention_result
 from ..wire import Kept
 from .content import ContentIndex
@@ -40,13 +40,15 @@ class Turns:
     """Both sides of re-use over the turns of a conversation.
 
     Args:
-        address: this engine's side channel, told to routers.
+        mode: who moves the bytes of a hand-off; told to routers, as ``address`` is.
+        address: this engine's side channel.
         block_size: tokens per block.
         world_size: worker ranks, each of which reports on its own.
     """
 
     def __init__(
         self,
+        mode: Mode,
         config: ConnectorConfig,
         address: PrefillAddress,
         block_size: int,
@@ -58,6 +60,7 @@ class Turns:
         commands: list[Command],
         token: Token | None,
     ) -> None:
+        self._mode = mode
         self._address = address
         self._ttl = config.decoder_kv_blocks_ttl
         self._block_size = block_size
@@ -215,9 +218,10 @@ class Turns:
         if not self._retention.keep(turn.transfer_id, kept, table, now):
             return None
         return retention_result(
+            mode=self._mode,
             transfer_id=turn.transfer_id,
-            request_id=RequestId(request.request_id),
             address=self._address,
+            num_groups=len(table),
             num_tokens=tokens,
             expires_at=time.time() + self._ttl,
         )
