@@ -138,7 +138,12 @@ class Client:
             return Reply(response.status, await response.json())
 
     async def stream(
-        self, server: ServerProcess, body: Body, path: str = COMPLETIONS, cut: int = -1
+        self,
+        server: ServerProcess,
+        body: Body,
+        path: str = COMPLETIONS,
+        cut: int = -1,
+        headers: Mapping[str, str] | None = None,
     ) -> str:
         """Read a stream's text; hang up after ``cut`` events, if that is not -1.
 
@@ -147,7 +152,7 @@ class Client:
         """
         parts: list[str] = []
         async with self._session.post(
-            server.url + path, json={**body, "stream": True}
+            server.url + path, json={**body, "stream": True}, headers=headers
         ) as response:
             if response.status != 200:
                 raise AssertionError(

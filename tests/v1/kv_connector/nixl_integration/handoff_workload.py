@@ -88,6 +88,7 @@ _FRESH: dict[str, tuple[int, ...]] = {
     "crossed": (3000, 2950, 2900, 2850, 2800, 2750),
     "cached": (100, 97, 640),
     "plain_router": (5, 200, 1000),
+    "other_routers": tuple([40, 900] * 6),
     "invalid": tuple(range(50, 90)),
     "foreign": (40, 120, 600),
     "multi": tuple([1, 31, 32, 33, 200, 600, 1500, 3000] * 4),

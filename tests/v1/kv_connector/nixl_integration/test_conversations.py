@@ -7,10 +7,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from field_routers import FIELD
+from field_routers import decode_params as field_decode_params
 from handoff_client import (
     CLEAN_TIMEOUT_S,
     POLL_S,
@@ -149,6 +152,37 @@ async def test_what_is_gone_is_computed(
         third
     )
     assert (await reading(pair, talk.turns[-2]))["outcome"] == "read"
+
+
+@pytest.mark.full
+async def test_a_turn_is_named_by_fields_that_other_routers_copy(
+    client: Client, pair: Pair, mode: Mode, references: References
+) -> None:
+    """As llm-d's sidecar does it: from D's answer into the next prefill leg."""
+    router = FIELD["llm-d pull, bidirectional"]
+    if mode != router.mode:
+        pytest.skip("it does that in pull only")
+    told: dict[str, Any] = {}
+    for prompt in references.turns("restarted"):
+        headers = {"X-Request-Id": new_transfer_id()}
+        replayed = {key: told[key] for key in router.conversation if key in told}
+        first = {
+            **completion(Ask(prompt)),
+            **router.capped,
+            "kv_transfer_params": {**router.prefill, **replayed},
+        }
+        prefill = await client.post(pair.prefill, first, headers=headers)
+        assert prefill.status == 200, prefill
+        relayed = field_decode_params(router, prefill.body["kv_transfer_params"], {})
+        second = completion(Ask(prompt), kv_transfer_params=relayed)
+        answer = await client.post(pair.decode, second, headers=headers)
+
+        assert answer.tokens == references.expected(prompt)
+        if told:
+            record = await reading(pair, told["remote_request_id"])
+            assert record["outcome"] == "read", record
+            assert record["tokens"] == told["remote_num_tokens"], record
+        told = answer.body["kv_transfer_params"]
 
 
 async def test_a_few_tokens_are_not_worth_reading(

@@ -398,9 +398,10 @@ class DecodeDouble(EngineDouble):
             body = whole_answer(leg)
             if isinstance(leg.params, DecodeParams) and leg.params.retain:
                 leg.answered = retention_result(
+                    mode=self.mode,
                     transfer_id=TransferId(leg.name),
-                    request_id=request_id,
                     address=self._address,
+                    num_groups=1,
                     num_tokens=40 + PIECES,
                     expires_at=time.time() + 480,
                 )
