@@ -200,6 +200,15 @@ FIELD: Mapping[str, FieldRouter] = {
         PLAIN,
         added={"remote_host": Place.HOST},
     ),
+    "Ray Serve LLM": FieldRouter(
+        Source(
+            "ray-project/ray",
+            "python/ray/llm/_internal/serve/serving_patterns/prefill_decode/pd_server.py",
+            "c3cc57069059615a6a2382ed7c9d787e8d5b60fc",
+        ),
+        "pull",
+        PLAIN,
+    ),
     "vllm-router, push": FieldRouter(
         Source(
             _ROUTER,

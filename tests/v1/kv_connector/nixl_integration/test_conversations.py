@@ -155,13 +155,12 @@ async def test_what_is_gone_is_computed(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mode", ["pull"])
 async def test_a_turn_is_named_by_fields_that_other_routers_copy(
-    client: Client, pair: Pair, mode: Mode, references: References
+    client: Client, pair: Pair, references: References
 ) -> None:
     """As llm-d's sidecar does it: from D's answer into the next prefill leg."""
     router = FIELD["llm-d pull, bidirectional"]
-    if mode != router.mode:
-        pytest.skip("it does that in pull only")
     told: dict[str, Any] = {}
     for prompt in references.turns("restarted"):
         headers = {"X-Request-Id": new_transfer_id()}
