@@ -39,30 +39,35 @@ async def test_the_answer_is_right(
     prompts = fresh("other_routers")[2 * driven : 2 * driven + 2]
     known = await _answered(client, pair)
     before = {record["request_id"] for record in await handoffs(pair.decode)}
+    names = []
     for prompt, stream in zip(prompts, (False, True), strict=True):
         ask = Ask(prompt, stream=stream)
-        answer = await _driven(client, pair, name, ask, known)
+        answer, values = await _driven(client, pair, name, ask, known)
         assert answer == references.expected(prompt)
+        named = "transfer_id" in FIELD[name].prefill
+        unnamed = f"cmpl-{values[Place.REQUEST_ID]}-0"
+        names.append(values[Place.TRANSFER_ID] if named else unnamed)
     records = [
         record
         for record in await handoffs(pair.decode)
         if record["request_id"] not in before
     ]
     assert [r["outcome"] for r in records] == ["received"] * 2, records
+    assert [r["transfer_id"] for r in records] == names
     assert [r["tokens"] for r in records] == [len(prompt) for prompt in prompts]
 
 
 async def _driven(
     client: Client, pair: Pair, name: str, ask: Ask, known: dict[str, Any]
-) -> Tokens:
-    """Both legs, as the router of this name sends them.
+) -> tuple[Tokens, dict[Place, str | int]]:
+    """Both legs, as the router of this name sends them; what it chose, too.
 
     ``known`` is what it remembers of an earlier answer of the prefill engine.
     """
     router = FIELD[name]
     request_id = router.request_id.format(uuid=uuid.uuid4())
     host, port = side_channel_address(pair.prefill)
-    values = {
+    values: dict[Place, str | int] = {
         Place.TRANSFER_ID: new_transfer_id("xfer-"),
         Place.REQUEST_ID: request_id,
         Place.ENGINE_ID: known["remote_engine_id"],
@@ -91,10 +96,10 @@ async def _driven(
         return (await client.post(pair.decode, second, headers=headers)).tokens
 
     if not router.together:
-        return await decode(await prefill())
+        return await decode(await prefill()), values
     _, answer = await asyncio.gather(prefill(), decode(known))
     found: Tokens = answer
-    return found
+    return found, values
 
 
 async def _answered(client: Client, pair: Pair) -> dict[str, Any]:
