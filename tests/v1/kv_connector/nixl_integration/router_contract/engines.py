@@ -121,6 +121,7 @@ class Behaviour:
         pause: a stream goes on after its first word when this is set.
         status: answer with this status.
         break_off: close the connection instead of answering.
+        break_computed: so many times, close it when the prompt has been computed.
         error_event: begin a stream with 200 and tell the failure in it.
         cut_after: break a stream off after so many words.
         slowness: seconds that a request takes, by a hash of its prompt.
@@ -130,6 +131,7 @@ class Behaviour:
     pause: asyncio.Event | None = None
     status: int | None = None
     break_off: bool = False
+    break_computed: int = 0
     error_event: bool = False
     cut_after: int | None = None
     slowness: float = 0.0
@@ -347,6 +349,11 @@ class PrefillDouble(EngineDouble):
         body = whole_answer(leg)
         if isinstance(leg.params, PrefillParams):
             await self._handoffs.offer(leg, request_id)
+            if self.behaviour.break_computed:
+                self.behaviour.break_computed -= 1
+                leg.outcome = "failed"
+                hang_up(request)
+                await asyncio.sleep(0.05)
             leg.answered = {
                 **prefill_result(
                     mode=self.mode,

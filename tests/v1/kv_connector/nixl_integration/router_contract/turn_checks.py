@@ -8,6 +8,7 @@ from typing import Any
 from router_contract.bench import Bench, Got
 from router_contract.checks import both, chat
 from router_contract.engines import CHAT, Leg, answer_text
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     DecodeParams,
     EarlierTurn,
@@ -56,7 +57,8 @@ async def _check(bench: Bench, conversation: str, **more: Any) -> None:
         assert served.params.retain, "D was told not to keep the turn"
         messages = _next(messages, f"turn {number}")
         first, following = await _turn(bench, conversation, messages, **more)
-        expected = EarlierTurn(served.name, *bench.decode.side_channel)  # type: ignore[arg-type]
+        name = TransferId(served.name)
+        expected = EarlierTurn(name, *bench.decode.side_channel)
         assert _earlier(first) == expected, f"{_earlier(first)}, expected {expected}"
         served = following
 

@@ -27,7 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
     NixlPushConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import EngineId, Mode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
+    EngineId,
+    Mode,
+    RequestId,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     DecodeParams,
     ParamsError,
@@ -76,14 +80,14 @@ def _values(p: Engine, outside: str) -> dict[Place, Any]:
     }
 
 
-def _answer(router: FieldRouter, p: Engine, name: str, request: Request) -> Any:
+def _answer(router: FieldRouter, p: Engine, expected: Expect, request: Request) -> Any:
     """What P returns, as the router reads it."""
     return json.loads(
         json.dumps(
             prefill_result(
                 mode=Mode(router.mode),
-                transfer_id=_expect(p).transfer_id,
-                request_id=name,  # type: ignore[arg-type]
+                transfer_id=expected.transfer_id,
+                request_id=RequestId(request.request_id),
                 address=PrefillAddress(*p.address, EngineId("engine")),
                 block_ids=([1, 2, 3],),
                 num_tokens=request.num_prompt_tokens,
@@ -93,20 +97,9 @@ def _answer(router: FieldRouter, p: Engine, name: str, request: Request) -> Any:
     )
 
 
-_expected: dict[int, Expect] = {}
-
-
 def _expect(p: Engine) -> Expect:
-    if id(p) not in _expected:
-        (found,) = (order for order in p.orders() if isinstance(order, Expect))
-        _expected[id(p)] = found
-    return _expected[id(p)]
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    _expected.clear()
+    (found,) = (order for order in p.orders() if isinstance(order, Expect))
+    return found
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -124,7 +117,7 @@ def test_both_legs_mean_one_hand_off(start: Start, name: str, front_end: str) ->
     assert parsed == PrefillParams(named, None)
     request = p.arrive(p_id, PROMPT, first)
     expected = _expect(p)
-    second = decode_params(router, _answer(router, p, p_id, request), values)
+    second = decode_params(router, _answer(router, p, expected, request), values)
     parsed = parse_params(second)
     assert isinstance(parsed, DecodeParams)
     assert parsed.retain
@@ -149,7 +142,7 @@ def test_an_answer_in_push_is_what_llm_d_remembers(start: Start) -> None:
     router = FIELD["llm-d push, both at once"]
     p = start(router.mode)
     request = p.arrive("cmpl-x-0-00000001", PROMPT, {"do_remote_decode": True})
-    answered: Mapping[str, Any] = _answer(router, p, "r", request)
+    answered: Mapping[str, Any] = _answer(router, p, _expect(p), request)
     assert answered["transfer_mode"] == "push"
     assert router.relayed is not None
     assert router.relayed <= set(answered)
