@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
@@ -58,6 +59,20 @@ class Stage:
 Progress = Callable[[Sequence[Stage]], None]
 
 
+class LaunchedProcess(Protocol):
+    """What is needed of a process that was started, as of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is free again only after its exit status was asked for."""
+
+    def poll(self) -> int | None:
+        """Its exit status, or ``None`` while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit status."""
+
+
 class ServerProcess:
     """One HTTP server in a process group of its own, logging to a file."""
 
@@ -79,7 +94,7 @@ class ServerProcess:
         self.started_at = 0.0
         self._ready_path = ready_path
         self._environment = dict(os.environ if environment is None else environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LaunchedProcess | None = None
         self._gone = False
 
     @property
@@ -124,17 +139,20 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         watcher = _Watcher.shared()
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._launch(log)
         self.started_at = time.monotonic()
         watcher.add(self.pid)
         _started.append(self)
+
+    def _launch(self, log: IO[bytes]) -> LaunchedProcess:
+        return subprocess.Popen(
+            self.command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def stage(self, ready: bool = False) -> Stage:
         """Return how far the server has come, from its log."""

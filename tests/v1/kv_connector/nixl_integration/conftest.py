@@ -53,14 +53,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# In this order, each step needs one other engine at most than the one before it.
+# In this order, the engines of a mode that most tests need are started once, and kept
+# from the tests before and for those after them, as far as these need them.
 _STAGES = (
     ("test_multi_connector", "push"),
+    ("test_ranks", "push"),
+    ("test_windows", "push"),
+    ("test_conversations", "push"),
     ("test_corruption", "push"),
     ("", "push"),
     ("test_mismatch_mode", ""),
     ("", "pull"),
     ("test_corruption", "pull"),
+    ("test_conversations", "pull"),
+    ("test_windows", "pull"),
+    ("test_ranks", "pull"),
     ("test_block_sizes", "push"),
     ("test_block_sizes", "pull"),
     ("test_shutdown", "push"),

@@ -23,6 +23,7 @@ from pd_launcher import (
 )
 from pd_processes import free_ports, stop_all, wait_all_ready
 from tiny_model import tiny_model
+from warm_engines import WarmEngine
 
 Side = Literal["P", "D"]
 Policy = Literal["fail", "recompute"]
@@ -111,7 +112,9 @@ class FaultPair:
             self.starts += 1
             seat = self._seats[side]
             name = f"{self.starts:02d}-{self.engine_ids[side]}"
-            engine = Engine(name, self._config(seat), self.log_dir, ports=seat.ports)
+            engine = WarmEngine(
+                name, self._config(seat), self.log_dir, ports=seat.ports
+            )
             self._engines[side] = engine
             engine.start()
         wait_all_ready([self._engines[side] for side in sides], START_TIMEOUT_S)

@@ -28,6 +28,7 @@ REQUEST_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 15.0
 # An idle engine lets go of blocks, and tells its tables' sizes, at its next step.
 NUDGE_EVERY_S = 2.0
+AFTER_STEP_S = 0.5
 POLL_S = 0.1
 
 Body = dict[str, Any]
@@ -291,13 +292,10 @@ async def _assert_clean(client: Client, engine: Engine, token: Token | None) -> 
     address = side_channel_address(engine)
     deadline = time.monotonic() + CLEAN_TIMEOUT_S
     while True:
-        await asyncio.to_thread(
-            kv_integrity.wait_released, address, NUDGE_EVERY_S, token
-        )
         # Also where nothing is held: this shows that the engine still works.
         await client.nudge(engine)
         document = await asyncio.to_thread(
-            kv_integrity.wait_released, address, NUDGE_EVERY_S, token
+            kv_integrity.wait_released, address, AFTER_STEP_S, token
         )
         if kv_integrity.released(document):
             break

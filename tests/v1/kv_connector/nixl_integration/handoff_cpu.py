@@ -11,8 +11,8 @@ from pd_launcher import Engine
 from pd_processes import group_members
 
 # An engine's worker looks out for its next step without a pause for a second.
-QUIET_S = 5.0
-MEASURED_S = 5.0
+QUIET_S = 2.5
+MEASURED_S = 4.0
 AIM = 0.05
 LIMIT = 0.10
 

@@ -37,6 +37,7 @@ from pd_processes import ServerProcess, stop_all, wait_all_ready
 from tiny_audio import tiny_audio
 from tiny_lora import tiny_lora
 from tiny_model import TinySpec, default_folder, tiny_model
+from warm_engines import WarmEngine
 
 SPEC = TinySpec()
 WINDOW_SPEC = TinySpec(window=100)
@@ -338,7 +339,7 @@ class EngineRoom:
         missing = [name for name in names if name not in self._engines]
         for name in missing:
             config = engine_config(name, self.trace)
-            engine = Engine(self._log_name(name), config, self.log_dir)
+            engine = WarmEngine(self._log_name(name), config, self.log_dir)
             self._engines[name] = engine
             engine.start()
         if missing:
