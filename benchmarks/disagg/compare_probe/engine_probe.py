@@ -266,7 +266,10 @@ class _Patcher(importlib.abc.MetaPathFinder):
 
 
 def install(environ: Mapping[str, str]) -> None:
-    """Measure this process, and its children, once the engine is imported."""
+    """Measure this process, and its children, once the engine is imported.
+
+    What is imported already, where an engine is forked, is patched at once.
+    """
     probe = Probe(Path(environ[FOLDER_VARIABLE]), environ.get(NAME_VARIABLE, "engine"))
     patches: dict[str, Callable[[ModuleType], None]] = {
         _BLOCK_POOL: lambda module: watch_pool(probe, module),
@@ -278,6 +281,8 @@ def install(environ: Mapping[str, str]) -> None:
         for name in ("nixl_cu12", "nixl_cu13"):
             patches[f"{name}._api"] = lambda module: _calm(probe, module)
         _unpin(probe)
+    for name in patches.keys() & sys.modules.keys():
+        patches[name](sys.modules[name])
     sys.meta_path.insert(0, _Patcher(patches))
 
 

@@ -287,6 +287,7 @@ def pair(
     connector: Callable[[Mode, Role], TransferConfig] = nixl_transfer_config,
     router_arguments: tuple[str, ...] = (),
     multiturn: bool = False,
+    engine_class: type[Engine] = Engine,
     start_timeout: float = START_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Iterator[Pair]:
@@ -295,7 +296,8 @@ def pair(
     ``connector`` gives each engine's transfer configuration from mode and role;
     ``decode_config`` lets the decode engine differ from the prefill engine.
     ``multiturn`` takes the router that continues conversations, which needs
-    ``connector=bidirectional_transfer_config`` to be of use.
+    ``connector=bidirectional_transfer_config`` to be of use. ``engine_class`` starts
+    the engines.
 
     Raises:
         StartError: a server did not become ready within ``start_timeout`` seconds.
@@ -304,8 +306,8 @@ def pair(
     decode_config = replace(
         decode_config or config, transfer_config=connector(mode, "kv_consumer")
     )
-    prefill = Engine(f"{mode}-prefill", prefill_config, log_dir)
-    decode = Engine(f"{mode}-decode", decode_config, log_dir)
+    prefill = engine_class(f"{mode}-prefill", prefill_config, log_dir)
+    decode = engine_class(f"{mode}-decode", decode_config, log_dir)
     router = Router(
         f"{mode}-router",
         mode,

@@ -62,6 +62,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     SideChannelRequest,
     decode_rank,
 )
+from warm_engines import WarmEngine
 
 HANDSHAKE_TIMEOUT_S = 3.0
 # Long enough to be spoken of, and over before a test gives up waiting for it.
@@ -122,7 +123,12 @@ def guarded_pair(folder: Path) -> Iterator[Guarded]:
     )
     option = ("--side-channel-token-file", str(file))
     with pair(
-        "push", config, log_dir=folder, connector=connector, router_arguments=option
+        "push",
+        config,
+        log_dir=folder,
+        connector=connector,
+        router_arguments=option,
+        engine_class=WarmEngine,
     ) as running:
         answers = asyncio.run(_answers(running.decode))
         yield Guarded(running, token, file, References(answers))

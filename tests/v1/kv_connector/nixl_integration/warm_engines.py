@@ -24,30 +24,27 @@ _POLL_S = 0.02
 _END_S = 10.0
 # What is read later than at the start of an interpreter and by its first imports, or
 # by nobody.
-_LATE = ("VLLM_", "KVFORK_", "PYTEST_", "PYTHONPATH")
+_LATE = ("VLLM_", "KVFORK_", "COMPARE_PROBE_", "PYTEST_", "PYTHONPATH")
 
 
 class WarmEngine(Engine):
     """An engine that is forked, where its configuration allows that.
 
-    It has an interpreter of its own where its environment differs in what is read
-    first, or brings code along that has to run before all else.
+    It has an interpreter of its own where it is to have another one, or where its
+    environment differs in what is read first.
     """
 
     def _launch(self, log: IO[bytes]) -> LaunchedProcess:
-        if self.config.python == sys.executable and _may_be_forked(self._environment):
-            warm = WarmProcess.shared(self._environment)
-            if warm.fits(self._environment):
+        environment = self._environment
+        if (
+            self.config.python == sys.executable
+            and environment.get(SWITCH_VARIABLE) != "0"
+        ):
+            warm = WarmProcess.shared(environment)
+            if warm.fits(environment):
                 serve = self.command[self.command.index("serve") :]
-                return warm.fork(["vllm", *serve], self._environment, Path(log.name))
+                return warm.fork(["vllm", *serve], environment, Path(log.name))
         return super()._launch(log)
-
-
-def _may_be_forked(environment: Mapping[str, str]) -> bool:
-    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return environment.get(SWITCH_VARIABLE) != "0" and not any(
-        (Path(folder) / "sitecustomize.py").exists() for folder in folders if folder
-    )
 
 
 class WarmProcess:

@@ -16,10 +16,14 @@ import mmap
 import multiprocessing
 import os
 import random
+import runpy
 import sys
 import traceback
 from multiprocessing import context, forkserver, resource_tracker, spawn, util
+from pathlib import Path
 from typing import Any, NoReturn
+
+import setproctitle
 
 MODULES = (
     "vllm.entrypoints.cli.main",
@@ -41,6 +45,9 @@ def requests() -> dict[str, Any] | None:
     """Answer requests until standard input ends; returns one in each new engine."""
     for name in MODULES:
         importlib.import_module(name)
+    # Engines name their processes; the room for that is found before the environment
+    # is replaced, which lies behind it.
+    setproctitle.setproctitle("warm engine")
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
         for line in sys.stdin:
             request: dict[str, Any] = json.loads(line)
@@ -71,15 +78,23 @@ def become(request: dict[str, Any]) -> None:
     _redirect(request["log"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    # What an interpreter does with it when it starts.
-    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [path for path in more if path and path not in sys.path]
+    _take_python_path(os.environ.get("PYTHONPATH", ""))
     _skip_addresses()
     _fork_for_spawn()
     sys.argv = request["arguments"]
     from vllm.entrypoints.cli.main import main as serve
 
     serve()
+
+
+def _take_python_path(folders: str) -> None:
+    """Do what an interpreter does when it starts."""
+    for folder in reversed([path for path in folders.split(os.pathsep) if path]):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        custom = Path(folder) / "sitecustomize.py"
+        if custom.exists():
+            runpy.run_path(str(custom))
 
 
 def _redirect(log: str) -> None:
