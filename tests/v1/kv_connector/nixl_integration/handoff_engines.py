@@ -68,6 +68,7 @@ LEASE_S = 9.0
 """Longer than the base's worker may miss a step that it was not woken for: 5 s."""
 SHUTDOWN_S = 60
 WORKER_SHUTDOWN_S = 20
+HANDSHAKE_TIMEOUT_S = 3.0
 LOCK_PATH = Path(tempfile.gettempdir()) / "kvfork-engines.lock"
 LOCK_TIMEOUT_S = 1800.0
 ROUTER_TIMEOUT_S = 60.0
@@ -105,7 +106,11 @@ def engine_config(name: str, trace: Path) -> EngineConfig:
         return replace(base, num_gpu_blocks=1000)
     mode_text, role_name, *variants = name.split("-")
     mode, role = cast(Mode, mode_text), _ROLES[role_name]
-    extra = {"kv_lease_duration": LEASE_S, "handoff_trace_file": str(trace)}
+    extra = {
+        "kv_lease_duration": LEASE_S,
+        "handshake_timeout": HANDSHAKE_TIMEOUT_S,
+        "handoff_trace_file": str(trace),
+    }
     own = transfer_config(CONNECTORS[mode], role, extra_config=extra)
     match variants:
         case []:

@@ -242,7 +242,7 @@ def test_a_calmed_progress_thread_leaves_the_core_to_others(tmp_path: Path) -> N
     assert event == {**event, "event": "progress thread sleeps", "microseconds": 1000}
 
 
-def test_a_module_is_watched_when_it_is_imported(tmp_path: Path) -> None:
+def _pool_module(tmp_path: Path) -> None:
     package = tmp_path / "vllm" / "v1" / "core"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
@@ -256,11 +256,28 @@ def test_a_module_is_watched_when_it_is_imported(tmp_path: Path) -> None:
         "    def free_blocks(self): pass\n",
         encoding="utf-8",
     )
+
+
+def test_a_module_is_watched_when_it_is_imported(tmp_path: Path) -> None:
+    _pool_module(tmp_path)
     code = """
         from vllm.v1.core.block_pool import BlockPool
         BlockPool().touch()
     """
     _python(tmp_path, code)
+    assert counters(tmp_path, "engine").blocks_used == 3
+
+
+def test_a_module_is_watched_that_was_imported_before(tmp_path: Path) -> None:
+    _pool_module(tmp_path)
+    given = {FOLDER_VARIABLE: str(tmp_path), NAME_VARIABLE: "engine"}
+    code = f"""
+        from vllm.v1.core.block_pool import BlockPool
+        from engine_probe import install
+        install({given!r})
+        BlockPool().touch()
+    """
+    _python(tmp_path, code, **{FOLDER_VARIABLE: ""})
     assert counters(tmp_path, "engine").blocks_used == 3
 
 
