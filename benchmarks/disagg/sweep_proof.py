@@ -28,6 +28,7 @@ _TRANSFERS = "vllm:nixl_bytes_transferred_count"
 _DESCRIPTORS = "vllm:nixl_num_descriptors_sum"
 _LOCAL_HITS = "vllm:prefix_cache_hits_total"
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 # A prompt of one token gives an engine a step to report in.
 _NUDGE = (5,)
 
@@ -46,7 +47,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class State:
-    """What one engine has told, at one moment."""
+    """What one engine has told, at one moment.
+
+    ``prompt_tokens`` are by where the engine got them from.
+    """
 
     samples: Mapping[str, float] = field(default_factory=dict)
     block_size: int | None = None
@@ -55,6 +59,7 @@ class State:
     backends: str | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
     handoffs: Sequence[Mapping[str, Any]] = ()
+    prompt_tokens: Mapping[str, float] = field(default_factory=dict)
 
     def sample(self, name: str) -> float:
         """A metric's value; one that has not been counted yet is 0."""
@@ -66,6 +71,7 @@ def parse_metrics(text: str) -> State:
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}
+    prompt_tokens: dict[str, float] = {}
     block_size = prefix_caching = connector = backends = None
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -77,7 +83,17 @@ def parse_metrics(text: str) -> State:
                 name = sample.labels["connector"]
                 connector = _ALIASES.get(name, name)
                 backends = sample.labels["backends"]
-    return State(samples, block_size, prefix_caching, connector, backends)
+            elif sample.name == _PROMPT_TOKENS:
+                source = sample.labels["source"]
+                prompt_tokens[source] = prompt_tokens.get(source, 0.0) + sample.value
+    return State(
+        samples,
+        block_size,
+        prefix_caching,
+        connector,
+        backends,
+        prompt_tokens=prompt_tokens,
+    )
 
 
 class Observer:

@@ -29,6 +29,7 @@ MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
 
 _MAX_ANSWER_BYTES = 64 << 10
+"""Of an answer to a router; others may be told of all hand-offs."""
 _MAX_TEXT = 1000
 
 # What engines record where the router itself has ended a leg, or the other engine.
@@ -112,10 +113,23 @@ class Token:
 
 
 class SideChannelClient:
-    """Questions to engines' side channels; needs a running event loop."""
+    """Questions to engines' side channels; needs a running event loop.
 
-    def __init__(self, token: Token | None = None) -> None:
+    Args:
+        max_bytes: longest answer that is taken.
+        seconds: how long one may take; ``ANSWER_SECONDS`` by default.
+    """
+
+    def __init__(
+        self,
+        token: Token | None = None,
+        *,
+        max_bytes: int = _MAX_ANSWER_BYTES,
+        seconds: float | None = None,
+    ) -> None:
         self._token = token
+        self._max_bytes = max_bytes
+        self._seconds = seconds
         self._context: zmq.asyncio.Context | None = None
 
     async def explain(self, transfer_id: str, workers: Iterable[Worker]) -> str | None:
@@ -135,7 +149,7 @@ class SideChannelClient:
         Raises:
             UnansweredError: no usable answer within ``ANSWER_SECONDS``.
         """
-        report = await self._report(address, _GetFailure(transfer_id))
+        report = await self.report(address, _GetFailure(transfer_id))
         try:
             return _record_decoder.decode(report)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -147,7 +161,7 @@ class SideChannelClient:
         Raises:
             UnansweredError: no usable answer within ``ANSWER_SECONDS``.
         """
-        await self._report(address, _Release(transfer_id))
+        await self.report(address, _Release(transfer_id))
 
     def close(self) -> None:
         """Abandon what is under way."""
@@ -169,13 +183,19 @@ class SideChannelClient:
         text = record.cause or f"the hand-off's outcome is {record.outcome!r}"
         return f"{worker.role} engine: {_line(text)}"
 
-    async def _report(self, address: Address, question: msgspec.Struct) -> bytes:
+    async def report(self, address: Address, question: msgspec.Struct) -> bytes:
+        """Ask what is answered with a JSON document.
+
+        Raises:
+            UnansweredError: no usable answer in time.
+        """
+        seconds = ANSWER_SECONDS if self._seconds is None else self._seconds
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 payload = await self._exchange(address, question)
         except TimeoutError as error:
             raise UnansweredError(
-                f"no answer within {ANSWER_SECONDS:g} s; is the address right, and "
+                f"no answer within {seconds:g} s; is the address right, and "
                 "--side-channel-token-file the engines' own?"
             ) from error
         except (OSError, UnicodeError, zmq.ZMQError) as error:
@@ -196,7 +216,7 @@ class SideChannelClient:
         try:
             sock.setsockopt(zmq.LINGER, 0)
             sock.setsockopt(zmq.IPV6, 1)
-            sock.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
+            sock.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
             if self._token is not None:
                 self._token.secure(sock)
             sock.connect(endpoint)

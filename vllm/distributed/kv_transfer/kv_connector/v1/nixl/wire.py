@@ -122,7 +122,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
 
     ``compat`` holds the facts that must be equal on both sides, by the name
     under which a refusal reports them; ``layout`` those that must be equal even
-    where compatibility is not enforced.
+    where compatibility is not enforced; ``transport`` those that are told to people.
     """
 
     protocol: int
@@ -139,6 +139,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     compat: dict[str, str]
     layout: dict[str, str]
     process: ProcessInfo
+    transport: dict[str, str] = {}
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):

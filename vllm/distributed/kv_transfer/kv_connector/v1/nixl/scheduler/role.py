@@ -44,7 +44,8 @@ from ..params import (
 from ..side_channel import SideChannelFailure, SideChannelServer
 from ..stats import NixlKVConnectorStats, StatsCollector
 from ..timeline_trace import TraceFile
-from ..wire import Kept
+from ..transport_facts import described
+from ..wire import Kept, decode_rank
 from .content import ContentIndex
 from .decode import DecodeSide
 from .journal import Journal
@@ -155,6 +156,7 @@ class NixlScheduler:
         self._manager: KVCacheManager | None = None
         self._counted: Counter[str] = Counter()
         self._tables: dict[int, dict[str, int]] = {}
+        self._ranks: list[dict[str, object]] = []
         self._server: SideChannelServer | None = None
 
     # ---- set-up and end
@@ -191,9 +193,11 @@ class NixlScheduler:
                 f"the workers {missing} (pipeline stage, tensor-parallel rank) have "
                 "not described themselves; all must run the same connector"
             )
+        told = [workers[place].rank_info for place in sorted(workers)]
+        self._ranks = [described(decode_rank(info)) for info in told]
         self._server = SideChannelServer(
             (self._address.host, self._address.port),
-            [workers[place].rank_info for place in sorted(workers)],
+            told,
             self,
             self._token,
         )
@@ -375,7 +379,7 @@ class NixlScheduler:
         return self._turns is None or self._turns.drop_all()
 
     def integrity(self) -> dict[str, object]:
-        """Free blocks, pins by state, entries per table, totals."""
+        """Free blocks, pins by state, entries per table, totals, ranks."""
         free, total = self._pins.usage()
         tables = {
             "blocks_to_free": self._pins.due,
@@ -394,6 +398,7 @@ class NixlScheduler:
             "pins": self._pins.counts(),
             "tables": tables,
             "counters": self._totals(),
+            "ranks": self._ranks,
         }
 
     def handoffs(self) -> list[dict[str, object]]:

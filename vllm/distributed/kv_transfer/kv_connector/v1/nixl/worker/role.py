@@ -46,6 +46,7 @@ from ..process import this_process
 from ..staged_loop import StagedLoop
 from ..stats import NixlKVConnectorStats
 from ..transfer_loop import TransferLoop
+from ..transport_facts import transport_facts
 from ..wire import PROTOCOL_VERSION, RankInfo, encode
 from .facts import compat_facts, layout_facts
 from .fence import compute_fence, copy_stream
@@ -296,4 +297,5 @@ class NixlWorker:
             compat=compat_facts(self._vllm_config),
             layout=layout_facts(self._vllm_config, self._kv_cache_config, self._mode),
             process=this_process(),
+            transport=transport_facts(self._config.backends),
         )

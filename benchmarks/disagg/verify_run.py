@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The course of a verification, from the first question to the report."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+
+from bench_requests import new_session
+from verify_answers import Answer, Kind, Verdict
+from verify_ask import Outcome, Question, Round, ask_again, references
+from verify_drill import Drill
+from verify_engines import Engines, Told, busy, healthy, retained
+from verify_http import AskError, ask, get_object, greedy, tokenize
+from verify_legs import InTurn, RouterWay, Way, legs_of
+from verify_moved import Movement, by_kind, problems, settled
+from verify_prompts import ANSWER_TOKENS, TURNS, Prompt, Tokens, make_prompts
+from verify_result import Moved, Report, Unchecked
+from verify_targets import Settings, margin_of
+from verify_transport import check_backends, check_logs, rank_facts
+
+REACHED = "reachable"
+REFERENCE = "reference"
+ANSWERS = "answers"
+MOVED = "KV moved"
+BLOCKS = "nothing left held"
+SIDE_CHANNELS = "side channels"
+
+_COMPUTED = "local_compute"
+_REFERENCE_SETTLE_S = 5.0
+_MOST_TIES = 0.25
+_CONVERSATION_TOKENS = TURNS * ANSWER_TOKENS + 64
+"""What a conversation grows by, and some more."""
+
+
+async def verify(settings: Settings) -> Report:
+    """Verify a pair; whatever goes wrong with it is in the report.
+
+    Raises:
+        NoLog: a log that was given cannot be read.
+    """
+    async with new_session(settings.request_seconds) as session:
+        run = _Run(session, settings)
+        try:
+            await run.all()
+        except Unchecked as error:
+            run.report.unknown("the rest", str(error))
+        except AskError as error:
+            # Whoever answered before does not any more.
+            gone = await run.engines.health()
+            run.report.add(
+                REACHED,
+                [str(error), *gone],
+                "",
+                "A server stopped answering in the middle: its log has the cause.",
+            )
+        finally:
+            run.engines.close()
+        return run.report
+
+
+class _Run:
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.session = session
+        self.settings = settings
+        self.report = Report()
+        self.run = f"verify-{uuid.uuid4().hex[:12]}"
+        self._numbers = itertools.count()
+        self.engines = self._engines(settings)
+        self.router = settings.router
+
+    async def all(self) -> None:
+        """Every check in turn."""
+        where = self.settings.router or self.settings.decode[0].server
+        self.report.title = f"KV hand-off at {where.url}"
+        if not await self._reached():
+            return
+        model, longest = await self._model()
+        self.engines.model = model
+        before = await self._told()
+        states = before.states
+        check_backends(self.report, states, self.settings.expect_backend)
+        check_logs(self.report, self.settings.logs, self.settings.expect_rails)
+        mode, dtype = await self._facts(before)
+        margin = self.settings.margin
+        margin = margin_of(dtype) if margin is None else margin
+        alone = busy(states.values()) == 0
+        if not alone:
+            self.report.facts.append(("other traffic", "yes: counts are not exact"))
+
+        block = max(state.block_size or 16 for state in states.values())
+        prompts = await self._prompts(block, longest)
+        questions = await self._references(prompts)
+        before = await self.engines.told()
+        way = self._way(mode)
+        rounds = await self._ask_twice(way, questions)
+        outcomes = [outcome for done in rounds for outcome in done.outcomes]
+        await self._answers(rounds, len(questions), margin)
+        await self._movement(before, outcomes, alone, margin)
+        await self._blocks(self.settings.settle_seconds, alone)
+        if self.settings.drill:
+            await self._drill(way, mode, outcomes, margin)
+
+    async def _reached(self) -> bool:
+        """Whether the engines answer; without a router they are asked directly."""
+        found = await self.engines.health()
+        usable = not found
+        for name, server in (("router", self.router), ("single", self.settings.single)):
+            if server is not None:
+                problem = await healthy(self.session, server.url, f"{name} {server}")
+                found += [problem] if problem else []
+                if problem and name == "router":
+                    self.router = None
+                usable = usable and not (problem and name == "single")
+        self.report.add(
+            REACHED,
+            found,
+            ", ".join(map(str, self.engines.engines))
+            + (f", router {self.router}" if self.router else ""),
+            "Is it started, is the URL right, and its port open to this machine? What "
+            "can be checked without it was.",
+        )
+        return usable
+
+    async def _model(self) -> tuple[str, int]:
+        """The model's name, and how long a prompt may be."""
+        url = self.settings.decode[0].server.url
+        listed = (await get_object(self.session, f"{url}/v1/models"))["data"]
+        name = self.settings.model or listed[0]["id"]
+        card = next((one for one in listed if one["id"] == name), None)
+        if card is None:
+            served = ", ".join(one["id"] for one in listed)
+            raise Unchecked(
+                f"{url} serves {served}, not {name!r}: give another --model"
+            )
+        limit = int(card.get("max_model_len") or 2 * self.settings.long_tokens)
+        self.report.facts.append(("model", f"{name}, at most {limit:,} tokens"))
+        return name, min(self.settings.long_tokens, limit // 2)
+
+    async def _told(self) -> Told:
+        """What engines tell; side channels that cannot be asked are done without."""
+        if not self.engines.have_side_channels:
+            self.report.facts.append(
+                ("side channels", "not all given: counts are those of /metrics alone")
+            )
+        try:
+            return await self.engines.told()
+        except Unchecked as error:
+            self.report.unknown(
+                SIDE_CHANNELS,
+                str(error),
+                "Records of single hand-offs and tables of blocks are only there; the "
+                "checks below go by /metrics.",
+            )
+            bare = [replace(e, side_channel=None) for e in self.engines.engines]
+            # Push is told where P listens, which the router still needs.
+            self.engines.engines = bare
+            return await self.engines.told()
+
+    async def _facts(self, told: Told) -> tuple[str, str]:
+        """Lines about the engines; returns mode and model type as far as known."""
+        mode = dtype = ""
+        for engine, state in told.states.items():
+            if state.connector:
+                mode = "push" if "Push" in state.connector else "pull"
+            if engine.side_channel is None:
+                continue
+            document = await self.engines.integrity(engine)
+            mode = document["mode"]
+            ranks = document.get("ranks") or [{}]
+            dtype = ranks[0].get("dtype", "")
+            fact, value = rank_facts(engine, document)
+            kept = retained(document)
+            value += f"; keeps {kept} blocks of earlier turns" if kept else ""
+            self.report.facts.append((fact, value))
+        return mode, dtype
+
+    async def _prompts(self, block: int, longest: int) -> list[Prompt]:
+        url, model = self.settings.decode[0].server.url, self.engines.model
+
+        async def ids(text: str) -> Tokens | None:
+            return await tokenize(self.session, url, model, text)
+
+        prompts = await make_prompts(self.settings.seed, block, longest, ids)
+        left = [
+            p
+            for p in prompts
+            if not p.conversation
+            or TURNS * len(p.tokens) + _CONVERSATION_TOKENS < longest
+        ]
+        if not left:
+            raise Unchecked(
+                f"no prompt is as short as {longest} tokens: raise --long-tokens"
+            )
+        return left
+
+    async def _references(self, prompts: Sequence[Prompt]) -> list[Question]:
+        """The right answers, and whether they were really computed."""
+        server = self.settings.single or self.settings.decode[0].server
+        model = self.engines.model
+
+        async def one(tokens: Tokens) -> Answer:
+            # No two share anything in a cache, nor with what is handed off later.
+            body = greedy(model, tokens, f"{self._name()}-reference")
+            return await ask(self.session, server, body)
+
+        before = await self.engines.told()
+        found = await references(prompts, one, self.settings.at_once)
+        asked = sum(len(question.tokens) for question in found)
+        if self.settings.single is not None:
+            said = f"{len(found)} answers of the single engine {server}"
+            self.report.add(REFERENCE, [], said, "")
+            return found
+        computed = await self._computed(before, asked)
+        if computed is None or computed < asked:
+            self.report.unknown(
+                REFERENCE,
+                f"{server} tells no prompt tokens by source"
+                if computed is None
+                else f"{server} computed {computed} of {asked} prompt tokens, and took "
+                "the others from a cache",
+                "Answers were compared with what D may have been handed earlier. Give "
+                "an engine without a connector as --single.",
+            )
+            return found
+        said = f"{server} alone computed all {asked:,} tokens of {len(found)} prompts"
+        self.report.add(REFERENCE, [], said, "")
+        return found
+
+    async def _computed(self, before: Told, enough: int) -> int | None:
+        deadline = asyncio.get_running_loop().time() + _REFERENCE_SETTLE_S
+        while True:
+            await self.engines.nudge()
+            after = await self.engines.told()
+            pairs = zip(before.of("decode"), after.of("decode"), strict=True)
+            grown = [
+                new.prompt_tokens[_COMPUTED] - old.prompt_tokens.get(_COMPUTED, 0.0)
+                for old, new in pairs
+                if _COMPUTED in new.prompt_tokens
+            ]
+            if not grown:
+                return None
+            nudged = (after.nudges - before.nudges) * len(grown)
+            computed = int(sum(grown)) - nudged
+            if computed >= enough or asyncio.get_running_loop().time() > deadline:
+                return computed
+
+    def _way(self, mode: str) -> Way:
+        if self.router is not None:
+            return RouterWay(self.session, self.router)
+        prefill, decode = list(self.settings.prefill), list(self.settings.decode)
+        self.report.facts.append(("requests", "both legs sent straight to the engines"))
+        return InTurn(legs_of(self.session, mode, prefill, decode))
+
+    async def _ask_twice(self, way: Way, questions: list[Question]) -> list[Round]:
+        """One by one, and all at once, with nothing cached between the two."""
+        rounds = []
+        for title, at_once in (("one by one", 1), ("at once", self.settings.at_once)):
+            salt = self._name()
+
+            async def one(question: Question, name: str, salt: str = salt) -> Answer:
+                body = greedy(self.engines.model, question.tokens, salt)
+                # The time to the first token is wanted of long ones.
+                streamed = question.prompt.kind == "long" or name[-1] in "13579"
+                talk = question.prompt.conversation
+                return await way.answer(
+                    {**body, "stream": streamed}, name, f"{salt}-{talk}" if talk else ""
+                )
+
+            rounds.append(await ask_again(title, questions, one, self._name, at_once))
+            await way.forget(f"{salt}-conversation")
+        return rounds
+
+    async def _answers(
+        self, rounds: Sequence[Round], questions: int, margin: float
+    ) -> None:
+        outcomes = [outcome for done in rounds for outcome in done.outcomes]
+        verdicts = [(o, o.verdict(margin)) for o in outcomes]
+        count = Counter(verdict.kind for _, verdict in verdicts)
+        wrong = [(o, v) for o, v in verdicts if v.kind in (Kind.DIFFERENT, Kind.OFF)]
+        ties = [(o, v) for o, v in verdicts if v.kind is Kind.TIE]
+        told = [_told(o, v) for o, v in ties]
+        missing = questions * len(rounds) - len(outcomes)
+        found = []
+        if wrong:
+            found = [
+                f"{len(wrong)} of {len(outcomes)} answers are wrong or missing",
+                *(_told(o, v) for o, v in wrong),
+                *await self._third_opinion([o for o, _ in wrong], margin),
+            ]
+        if missing:
+            found.append(f"{missing} were not asked after others had failed")
+        if len(ties) > _MOST_TIES * len(outcomes):
+            found.append(f"{len(ties)} of {len(outcomes)} near ties are no chance")
+        if self.settings.strict and ties:
+            found.append(
+                f"{len(ties)} answers differ by near ties, and --strict is set"
+            )
+        logprobs = all(o.answer and o.answer.logprobs for o in outcomes)
+        said = f"{count[Kind.EQUAL]} of {len(outcomes)} equal token for token"
+        if ties:
+            said += f", {len(ties)} differ by a near tie only (within {margin:g})"
+        if logprobs:
+            said += f"; logprobs agree within {margin:g}"
+        self.report.add(
+            ANSWERS,
+            found,
+            said,
+            "Equal tokens with other probabilities, and wrong answers of long prompts "
+            "alone, speak for single KV blocks in the wrong place or written late; all "
+            "wrong, for engines that read KV differently (model, dtype, layout). Keep "
+            "both engines' logs, set `handoff_trace_file`, and run again with the seed "
+            "below. --tie-margin is for engines whose arithmetic is known to differ.",
+            told,
+        )
+
+    async def _third_opinion(self, wrong: list[Outcome], margin: float) -> list[str]:
+        """Whether P, asked alone, computes what D alone does."""
+        question = wrong[0].question
+        server = self.settings.prefill[0].server
+        body = greedy(self.engines.model, question.tokens, self._name())
+        try:
+            answer = await ask(self.session, server, body)
+        except AskError as error:
+            return [f"P alone could not be asked: {error}"]
+        outcome = Outcome(question, "", "", answer)
+        if outcome.verdict(margin).kind in (Kind.EQUAL, Kind.TIE):
+            return ["P alone gives the reference's answer: it is the KV handed over"]
+        return ["P alone differs from the reference too: compare the engines' options"]
+
+    async def _movement(
+        self, before: Told, outcomes: Sequence[Outcome], alone: bool, margin: float
+    ) -> None:
+        answered = [o for o in outcomes if o.answer is not None]
+        if not answered:
+            self.report.unknown(MOVED, "no request was answered")
+            return
+        names = [outcome.name for outcome in answered]
+        found = await settled(self.engines, before, names)
+        each = found.descriptors / len(names)
+        said = (
+            f"{found.bytes:,} bytes in {found.transfers} transfers and "
+            f"{found.descriptors:,} descriptors ({each:.1f} each) for {len(names)} "
+            "requests"
+        )
+        if found.computed is not None and alone:
+            said += f"; D computed {max(found.computed, 0)} prompt tokens itself"
+        self.report.add(
+            MOVED,
+            problems(found, names, alone),
+            said,
+            "D computes a prompt itself where the legs do not meet: the router sends "
+            "no `kv_transfer_params` (its log and `/metrics`), an engine has no "
+            "connector, or `kv_load_failure_policy` is `recompute` and the hand-off "
+            "fails (D's log, `vllm:nixl_num_failed_handoffs` by kind).",
+        )
+        self.report.moved = _rows(found, answered, margin)
+
+    async def _blocks(self, seconds: float, alone: bool) -> None:
+        found = await self.engines.held(seconds)
+        told = await self.engines.told()
+        if found and (not alone or busy(told.states.values())):
+            self.report.unknown(
+                BLOCKS, f"{found[0]}, but others use the engines", "Run it when idle."
+            )
+            return
+        how = "every block is free and every table empty"
+        if not self.engines.have_side_channels:
+            how = "the engines' cache usage is 0"
+        self.report.add(
+            BLOCKS,
+            found,
+            f"{how}, on all engines",
+            "`exposed` and `quiescing` blocks come back when the peer answers or its "
+            "lease ends, and after 5 s without a peer they are quarantined: see "
+            "docs/design/faults.md. What stays is lost until the engine restarts.",
+        )
+
+    async def _drill(
+        self, way: Way, mode: str, outcomes: Sequence[Outcome], margin: float
+    ) -> None:
+        longest = [o for o in outcomes if o.answer and o.question.prompt.kind == "long"]
+        longest = [o for o in longest if o.round == "one by one"]
+        if not longest:
+            self.report.unknown("drill", "no long prompt was answered before it")
+            return
+        best = max(longest, key=lambda o: len(o.question.tokens))
+        assert best.answer is not None
+        drill = Drill(
+            self.engines,
+            way,
+            legs_of(
+                self.session,
+                mode,
+                [self.settings.prefill[0]],
+                [self.settings.decode[0]],
+            )[0],
+            self.engines.model,
+            best.question.tokens,
+            best.question.expected,
+            best.answer.seconds,
+            margin,
+            self.settings.drill_seconds,
+            self.run,
+        )
+        await drill.all(self.report)
+
+    def _engines(self, settings: Settings) -> Engines:
+        return Engines(
+            self.session,
+            settings.model or "",
+            (*settings.prefill, *settings.decode),
+            settings.token,
+        )
+
+    def _name(self) -> str:
+        return f"{self.run}-{next(self._numbers):04d}"
+
+
+def _told(outcome: Outcome, verdict: Verdict) -> str:
+    return f"{outcome.question.prompt.name}, {outcome.round}: {verdict.text}"
+
+
+def _rows(found: Movement, answered: Sequence[Outcome], margin: float) -> list[Moved]:
+    records = by_kind(found, {o.name: o.question.prompt.kind for o in answered})
+    rows = []
+    for kind in dict.fromkeys(o.question.prompt.kind for o in answered):
+        ours = [o for o in answered if o.question.prompt.kind == kind]
+        equal = sum(o.verdict(margin).kind is Kind.EQUAL for o in ours)
+        known: list[Any] = list(records.get(kind, ()))
+        whole = len(known) == len(ours)
+        rows.append(
+            Moved(
+                kind,
+                len(ours),
+                sum(len(o.question.tokens) for o in ours),
+                f"{equal} equal",
+                sum(r["bytes"] for r in known) if whole else None,
+                sum(r["descriptors"] for r in known) if whole else None,
+                sum(r["seconds"] for r in known) if whole else None,
+            )
+        )
+    return rows
