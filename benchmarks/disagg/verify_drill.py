@@ -26,6 +26,7 @@ STREAMED_TOKENS = 128
 CUT_AFTER_EVENTS = 3
 # Of the time that the prompt takes when nobody disturbs: well within its computation.
 CUT_AT = 0.3
+LEAST_S = 0.005
 
 _REMEDY = (
     "The log of the engine named above has the cause; `tools/kv_integrity.py "
@@ -124,6 +125,8 @@ class Drill:
             decode = self.legs.decode_leg(body, transfer_id, name)
             return await self._beside(prefill, decode)
         first = await prefill
+        # Long enough to be dropped, while KV is read or an answer is made of it.
+        body = {**body, "max_tokens": STREAMED_TOKENS}
         return await self._cut(
             self.legs.decode_leg(body, transfer_id, name, first), 0.0
         )
@@ -155,10 +158,10 @@ class Drill:
         self, work: Coroutine[Any, Any, Answer], share: float = CUT_AT
     ) -> str:
         """Hang up on a request while it is computed."""
-        seconds = share * self.usual_seconds
+        seconds = max(share * self.usual_seconds, LEAST_S)
         task = asyncio.create_task(work)
         try:
-            done, _ = await asyncio.wait({task}, timeout=max(seconds, 0.005))
+            done, _ = await asyncio.wait({task}, timeout=seconds)
             if done:
                 task.result()
                 raise Unchecked(

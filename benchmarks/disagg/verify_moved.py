@@ -12,8 +12,6 @@ from typing import Any
 
 from verify_engines import POLL_S, Engines, Told
 
-SETTLE_S = 15.0
-
 _BYTES = "vllm:nixl_bytes_transferred_sum"
 _TRANSFERS = "vllm:nixl_bytes_transferred_count"
 _DESCRIPTORS = "vllm:nixl_num_descriptors_sum"
@@ -88,13 +86,15 @@ def movement(before: Told, after: Told, asked: Sequence[str]) -> Movement:
     )
 
 
-async def settled(engines: Engines, before: Told, asked: Sequence[str]) -> Movement:
-    """The movement once all is told of these requests, or after 15 s.
+async def settled(
+    engines: Engines, before: Told, asked: Sequence[str], seconds: float
+) -> Movement:
+    """The movement once all is told of these requests, or after so many seconds.
 
     Raises:
         AskError, Unchecked: as :meth:`Engines.told`.
     """
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + seconds
     while True:
         await engines.nudge()
         await asyncio.sleep(POLL_S)

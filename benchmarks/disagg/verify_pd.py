@@ -79,6 +79,8 @@ async def _report(options: argparse.Namespace) -> Report:
 
 
 async def _settings(options: argparse.Namespace) -> Settings:
+    file = options.side_channel_token_file
+    token = Token.load(file) if file else None
     router = _server(options.router, "--router")
     prefill = _engines(options.prefill, "prefill")
     decode = _engines(options.decode, "decode")
@@ -87,14 +89,13 @@ async def _settings(options: argparse.Namespace) -> Settings:
     if router is not None and not prefill:
         async with new_session(_DISCOVERY_S) as session:
             prefill, decode = await discovered(session, router)
-    token = options.side_channel_token_file
     return Settings(
         prefill=prefill,
         decode=decode,
         router=router,
         single=_server(options.single, "--single"),
         model=options.model,
-        token=Token.load(token) if token else None,
+        token=token,
         seed=options.seed,
         margin=options.tie_margin,
         strict=options.strict,

@@ -52,10 +52,11 @@ def render(report: Report) -> str:
 
 
 def _explained(check: Check) -> list[str]:
-    lines = ["", f"**{check.name}**: {check.said}", ""]
-    lines += [f"- {line}" for line in _shown(check.details)]
+    lines = ["", f"**{check.name}**: {check.said}"]
+    if check.details:
+        lines += ["", *(f"- {line}" for line in _shown(check.details))]
     if check.remedy:
-        lines += ["", check.remedy] if check.details else [check.remedy]
+        lines += ["", check.remedy]
     return lines
 
 

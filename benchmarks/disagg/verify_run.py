@@ -286,13 +286,11 @@ class _Run:
         count = Counter(verdict.kind for _, verdict in verdicts)
         wrong = [(o, v) for o, v in verdicts if v.kind in (Kind.DIFFERENT, Kind.OFF)]
         ties = [(o, v) for o, v in verdicts if v.kind is Kind.TIE]
-        told = [_told(o, v) for o, v in ties]
         missing = questions * len(rounds) - len(outcomes)
         found = []
         if wrong:
             found = [
                 f"{len(wrong)} of {len(outcomes)} answers are wrong or missing",
-                *(_told(o, v) for o, v in wrong),
                 *await self._third_opinion([o for o, _ in wrong], margin),
             ]
         if missing:
@@ -318,7 +316,7 @@ class _Run:
             "wrong, for engines that read KV differently (model, dtype, layout). Keep "
             "both engines' logs, set `handoff_trace_file`, and run again with the seed "
             "below. --tie-margin is for engines whose arithmetic is known to differ.",
-            told,
+            [_told(o, v) for o, v in (*wrong, *ties)],
         )
 
     async def _third_opinion(self, wrong: list[Outcome], margin: float) -> list[str]:
@@ -343,7 +341,7 @@ class _Run:
             self.report.unknown(MOVED, "no request was answered")
             return
         names = [outcome.name for outcome in answered]
-        found = await settled(self.engines, before, names)
+        found = await settled(self.engines, before, names, self.settings.settle_seconds)
         each = found.descriptors / len(names)
         said = (
             f"{found.bytes:,} bytes in {found.transfers} transfers and "

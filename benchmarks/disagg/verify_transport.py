@@ -65,12 +65,12 @@ def rank_facts(engine: Engine, document: Mapping[str, Any]) -> tuple[str, str]:
     first = ranks[0]
     transport = Counter(_shown(rank["transport"]) for rank in ranks)
     tokens, size = first["block_size"], first["block_bytes"]
-    return (
-        str(engine),
+    told = (
         f"{document['mode']}, {len(ranks)} rank(s), {first['dtype']}, "
-        f"{first['memory']}, blocks of {tokens} tokens with {size:,} bytes in {first['regions']} regions; "
-        + "; ".join(f"{n} x {text}" for text, n in transport.items()),
+        f"{first['memory']}, blocks of {tokens} tokens with {size:,} bytes in "
+        f"{first['regions']} regions; "
     )
+    return str(engine), told + "; ".join(f"{n} x {t}" for t, n in transport.items())
 
 
 def check_logs(
@@ -128,8 +128,8 @@ def check_logs(
         ", ".join(said),
         "`fi_info -p efa | grep -c 'domain:.*-rdm'` counts the devices of the host. "
         "Fewer than expected: the instance lacks EFA interfaces, the container does "
-        "not get `/dev/infiniband`, or the libfabric found first is not that of the EFA "
-        "installer.",
+        "not get `/dev/infiniband`, or the libfabric found first is not that of the "
+        "EFA installer.",
         list(lanes),
     )
 

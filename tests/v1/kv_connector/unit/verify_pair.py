@@ -39,10 +39,12 @@ HOST = "127.0.0.1"
 BLOCK_SIZE = 32
 BLOCK_BYTES = 1000
 MODEL = "tiny"
+CACHE_LABELS = f'block_size="{BLOCK_SIZE}",enable_prefix_caching="True"'
 TOTAL_BLOCKS = 100
 CONNECTORS = {"push": "NixlPushConnector", "pull": "NixlConnector"}
 TOKEN_S = 50e-6
 """What a prompt token takes to compute."""
+STEP_S = 0.001
 LEASE_S = 0.5
 WAIT_S = 2.0
 
@@ -179,8 +181,7 @@ class FakeEngine:
     async def _metrics(self, request: web.Request) -> web.Response:
         connector = CONNECTORS[self.world.mode]
         lines = [
-            f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",'
-            'enable_prefix_caching="True"} 1.0',
+            f"vllm:cache_config_info{{{CACHE_LABELS}}} 1.0",
             f'vllm:nixl_info{{connector="{connector}",backends="UCX"}} 1.0',
             f"vllm:num_requests_running {float(self.running)}",
             f"vllm:kv_cache_usage_perc {self.held / TOTAL_BLOCKS}",
@@ -238,12 +239,13 @@ class FakeEngine:
         reply = _reply(prompt, body["max_tokens"], self._spoilt(prompt, handed), faults)
         reply["kv_transfer_params"] = answered
         if not body.get("stream"):
+            await asyncio.sleep(body["max_tokens"] * STEP_S)
             return web.json_response(reply)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event in _events(reply):
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(STEP_S)
         await response.write(b"data: [DONE]\n\n")
         return response
 
