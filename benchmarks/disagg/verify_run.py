@@ -6,36 +6,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 
 from bench_requests import new_session
-from verify_answers import Answer, Kind, Verdict
+from verify_answers import Answer, Kind, compare
 from verify_ask import Outcome, Question, Round, ask_again, references
 from verify_drill import Drill
 from verify_engines import Engines, Told, busy, healthy, retained
 from verify_http import AskError, ask, get_object, greedy, tokenize
+from verify_judgement import Judgement
 from verify_legs import InTurn, RouterWay, Way, legs_of
-from verify_moved import Movement, by_kind, problems, settled
+from verify_moved import problems, settled
 from verify_prompts import ANSWER_TOKENS, TURNS, Prompt, Tokens, make_prompts
-from verify_result import Moved, Report, Unchecked
+from verify_result import Report, Unchecked
 from verify_targets import Settings, margin_of
 from verify_transport import check_backends, check_logs, rank_facts
 
 REACHED = "reachable"
+STILL_REACHED = "still reachable"
 REFERENCE = "reference"
-ANSWERS = "answers"
 MOVED = "KV moved"
 BLOCKS = "nothing left held"
 SIDE_CHANNELS = "side channels"
 
 _COMPUTED = "local_compute"
 _REFERENCE_SETTLE_S = 5.0
-_MOST_TIES = 0.25
 _CONVERSATION_TOKENS = TURNS * ANSWER_TOKENS + 64
 """What a conversation grows by, and some more."""
 
@@ -53,14 +51,7 @@ async def verify(settings: Settings) -> Report:
         except Unchecked as error:
             run.report.unknown("the rest", str(error))
         except AskError as error:
-            # Whoever answered before does not any more.
-            gone = await run.engines.health()
-            run.report.add(
-                REACHED,
-                [str(error), *gone],
-                "",
-                "A server stopped answering in the middle: its log has the cause.",
-            )
+            await run.ended_by(error)
         finally:
             run.engines.close()
         return run.report
@@ -102,11 +93,25 @@ class _Run:
         way = self._way(mode)
         rounds = await self._ask_twice(way, questions)
         outcomes = [outcome for done in rounds for outcome in done.outcomes]
-        await self._answers(rounds, len(questions), margin)
-        await self._movement(before, outcomes, alone, margin)
+        judged = Judgement.of(outcomes, margin)
+        wrong = judged.wrong
+        opinion = [await self._third_opinion(wrong, margin)] if wrong else []
+        asked = len(rounds) * len(questions)
+        judged.tell(self.report, asked, self.settings.strict, opinion)
+        names = [o.name for o in outcomes if o.answer is not None]
+        await self._movement(before, judged, names, alone)
         await self._blocks(self.settings.settle_seconds, alone)
         if self.settings.drill:
             await self._drill(way, mode, outcomes, margin)
+
+    async def ended_by(self, error: AskError) -> None:
+        """A server refused what it was asked, or does not answer any more."""
+        if error.status is not None:
+            self.report.unknown("the rest", f"{error}")
+            return
+        problems = [str(error), *await self.engines.health()]
+        remedy = "A server stopped answering in the middle: its log has the cause."
+        self.report.add(STILL_REACHED, problems, "", remedy)
 
     async def _reached(self) -> bool:
         """Whether the engines answer; without a router they are asked directly."""
@@ -278,48 +283,7 @@ class _Run:
             await way.forget(f"{salt}-conversation")
         return rounds
 
-    async def _answers(
-        self, rounds: Sequence[Round], questions: int, margin: float
-    ) -> None:
-        outcomes = [outcome for done in rounds for outcome in done.outcomes]
-        verdicts = [(o, o.verdict(margin)) for o in outcomes]
-        count = Counter(verdict.kind for _, verdict in verdicts)
-        wrong = [(o, v) for o, v in verdicts if v.kind in (Kind.DIFFERENT, Kind.OFF)]
-        ties = [(o, v) for o, v in verdicts if v.kind is Kind.TIE]
-        missing = questions * len(rounds) - len(outcomes)
-        found = []
-        if wrong:
-            found = [
-                f"{len(wrong)} of {len(outcomes)} answers are wrong or missing",
-                *await self._third_opinion([o for o, _ in wrong], margin),
-            ]
-        if missing:
-            found.append(f"{missing} were not asked after others had failed")
-        if len(ties) > _MOST_TIES * len(outcomes):
-            found.append(f"{len(ties)} of {len(outcomes)} near ties are no chance")
-        if self.settings.strict and ties:
-            found.append(
-                f"{len(ties)} answers differ by near ties, and --strict is set"
-            )
-        logprobs = all(o.answer and o.answer.logprobs for o in outcomes)
-        said = f"{count[Kind.EQUAL]} of {len(outcomes)} equal token for token"
-        if ties:
-            said += f", {len(ties)} differ by a near tie only (within {margin:g})"
-        if logprobs:
-            said += f"; logprobs agree within {margin:g}"
-        self.report.add(
-            ANSWERS,
-            found,
-            said,
-            "Equal tokens with other probabilities, and wrong answers of long prompts "
-            "alone, speak for single KV blocks in the wrong place or written late; all "
-            "wrong, for engines that read KV differently (model, dtype, layout). Keep "
-            "both engines' logs, set `handoff_trace_file`, and run again with the seed "
-            "below. --tie-margin is for engines whose arithmetic is known to differ.",
-            [_told(o, v) for o, v in (*wrong, *ties)],
-        )
-
-    async def _third_opinion(self, wrong: list[Outcome], margin: float) -> list[str]:
+    async def _third_opinion(self, wrong: Sequence[Outcome], margin: float) -> str:
         """Whether P, asked alone, computes what D alone does."""
         question = wrong[0].question
         server = self.settings.prefill[0].server
@@ -327,21 +291,19 @@ class _Run:
         try:
             answer = await ask(self.session, server, body)
         except AskError as error:
-            return [f"P alone could not be asked: {error}"]
-        outcome = Outcome(question, "", "", answer)
-        if outcome.verdict(margin).kind in (Kind.EQUAL, Kind.TIE):
-            return ["P alone gives the reference's answer: it is the KV handed over"]
-        return ["P alone differs from the reference too: compare the engines' options"]
+            return f"P alone could not be asked: {error}"
+        if compare(question.expected, answer, margin).kind in (Kind.EQUAL, Kind.TIE):
+            return "P alone gives the reference's answer: it is the KV handed over"
+        return "P alone differs from the reference too: compare the engines' options"
 
     async def _movement(
-        self, before: Told, outcomes: Sequence[Outcome], alone: bool, margin: float
+        self, before: Told, judgement: Judgement, names: list[str], alone: bool
     ) -> None:
-        answered = [o for o in outcomes if o.answer is not None]
-        if not answered:
+        if not names:
             self.report.unknown(MOVED, "no request was answered")
             return
-        names = [outcome.name for outcome in answered]
-        found = await settled(self.engines, before, names, self.settings.settle_seconds)
+        seconds = self.settings.settle_seconds
+        found = await settled(self.engines, before, names, seconds)
         each = found.descriptors / len(names)
         said = (
             f"{found.bytes:,} bytes in {found.transfers} transfers and "
@@ -359,7 +321,7 @@ class _Run:
             "connector, or `kv_load_failure_policy` is `recompute` and the hand-off "
             "fails (D's log, `vllm:nixl_num_failed_handoffs` by kind).",
         )
-        self.report.moved = _rows(found, answered, margin)
+        self.report.moved = judgement.rows(found)
 
     async def _blocks(self, seconds: float, alone: bool) -> None:
         found = await self.engines.held(seconds)
@@ -420,29 +382,3 @@ class _Run:
 
     def _name(self) -> str:
         return f"{self.run}-{next(self._numbers):04d}"
-
-
-def _told(outcome: Outcome, verdict: Verdict) -> str:
-    return f"{outcome.question.prompt.name}, {outcome.round}: {verdict.text}"
-
-
-def _rows(found: Movement, answered: Sequence[Outcome], margin: float) -> list[Moved]:
-    records = by_kind(found, {o.name: o.question.prompt.kind for o in answered})
-    rows = []
-    for kind in dict.fromkeys(o.question.prompt.kind for o in answered):
-        ours = [o for o in answered if o.question.prompt.kind == kind]
-        equal = sum(o.verdict(margin).kind is Kind.EQUAL for o in ours)
-        known: list[Any] = list(records.get(kind, ()))
-        whole = len(known) == len(ours)
-        rows.append(
-            Moved(
-                kind,
-                len(ours),
-                sum(len(o.question.tokens) for o in ours),
-                f"{equal} equal",
-                sum(r["bytes"] for r in known) if whole else None,
-                sum(r["descriptors"] for r in known) if whole else None,
-                sum(r["seconds"] for r in known) if whole else None,
-            )
-        )
-    return rows

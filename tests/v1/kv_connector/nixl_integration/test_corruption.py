@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import pytest
 
+import verify_legs
 from handoff_client import Client, assert_clean, completion, new_transfer_id
 from handoff_engines import EngineRoom
 from handoff_workload import Ask, References, fresh
 from modes import PULL_IN_FULL
 from noisy_connector import SPOIL_PREFIX
-from pd_launcher import Mode
+from pd_launcher import Engine, Mode
+from verify_engines import Engine as VerifiedEngine
+from verify_judgement import ANSWERS
+from verify_report import render
+from verify_result import Status
+from verify_run import verify
+from verify_targets import Settings, parse_engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]
 
@@ -38,3 +45,31 @@ async def test_spoilt_kv_changes_answers(
     print(f"{changed} of {len(fresh('spoilt'))} answers changed")
     assert changed >= MOST * len(fresh("spoilt"))
     await assert_clean(client, pair)
+
+
+@pytest.mark.full
+async def test_verification_finds_spoilt_kv(
+    room: EngineRoom,
+    references: References,
+    client: Client,
+    mode: Mode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes are moved and all is released, and yet the pair is not sound."""
+    pair = room.pair(mode, f"{mode}-prefill-noisy", f"{mode}-decode")
+    monkeypatch.setattr(
+        verify_legs, "new_transfer_id", lambda: new_transfer_id(SPOIL_PREFIX)
+    )
+
+    report = await verify(
+        Settings((_engine("prefill", pair.prefill),), (_engine("decode", pair.decode),))
+    )
+
+    print(render(report))
+    assert [c.name for c in report.checks if c.status is Status.FAIL] == [ANSWERS]
+    assert report.exit_status == 1
+    await assert_clean(client, pair)
+
+
+def _engine(role: str, running: Engine) -> VerifiedEngine:
+    return parse_engine(f"{running.url},{running.side_channel}", role)

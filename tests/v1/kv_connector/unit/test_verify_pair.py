@@ -16,13 +16,16 @@ import pytest_asyncio
 
 import verify_pd
 from pd_router.config import Address
+from pd_router.side_channel import Token
 from v1.kv_connector.unit.verify_pair import FakePair, fake_pair
 from verify_engines import Engine
 from verify_http import Server
+from verify_judgement import ANSWERS
 from verify_report import render
 from verify_result import Check, Report, Status
-from verify_run import ANSWERS, BLOCKS, MOVED, REACHED, REFERENCE, verify
+from verify_run import BLOCKS, MOVED, REACHED, REFERENCE, SIDE_CHANNELS, verify
 from verify_targets import Settings
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token as EngineToken
 
 SCRIPT = Path(verify_pd.__file__).with_name("verify_pd.sh")
 SETTLE_S = 2.0
@@ -306,6 +309,29 @@ async def test_side_channel_that_does_not_answer_is_told(pair: FakePair) -> None
 
     assert report.exit_status == 2
     assert check(report, MOVED).status is Status.PASS
+
+
+async def test_side_channels_are_asked_with_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a secret of some length\n")
+
+    async with fake_pair("push", EngineToken.load(str(file))) as pair:
+        told = await verify(settings(pair, token=Token.load(str(file))))
+        untold = await verify(settings(pair))
+
+    assert told.exit_status == 0, render(told)
+    assert all(row.bytes for row in told.moved)
+    assert check(untold, SIDE_CHANNELS).status is Status.UNKNOWN
+    assert check(untold, MOVED).status is Status.PASS
+
+
+async def test_refused_requests_are_no_failure(pair: FakePair) -> None:
+    pair.faults.refuses = True
+
+    report = await verify(settings(pair))
+
+    assert report.exit_status == 2
+    assert "answered 400" in report.checks[-1].said
 
 
 async def test_wrong_backend_and_rails_fail(pair: FakePair, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pd_router.config import (
     WorkerSpec,
 )
 from pd_router.router import Router
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
@@ -69,6 +70,8 @@ class Faults:
     """Hand-offs fail, which D says with a status of 500."""
     tells_logprobs: bool = True
     tells_sources: bool = True
+    refuses: bool = False
+    """Requests are refused with a status of 400."""
     unlike_alone: bool = False
     """P computes other answers than D."""
 
@@ -78,6 +81,7 @@ class World:
     """What both engines know: the hand-offs under way."""
 
     mode: str
+    token: Token | None = None
     faults: Faults = field(default_factory=Faults)
     computed: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -121,7 +125,9 @@ class FakeEngine:
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, self.address.port).start()
-        self._server = SideChannelServer((HOST, self.channel), [], self)
+        self._server = SideChannelServer(
+            (HOST, self.channel), [], self, self.world.token
+        )
 
     async def stop(self) -> None:
         runner, self._runner = self._runner, None
@@ -201,6 +207,8 @@ class FakeEngine:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.world.faults.refuses and body["max_tokens"] > 1:
+            return web.json_response({"error": "no logprobs here"}, status=400)
         self.running += 1
         self.held += 1
         released = False
@@ -367,8 +375,8 @@ class FakePair:
 
 
 @contextlib.asynccontextmanager
-async def fake_pair(mode: str) -> AsyncIterator[FakePair]:
-    world = World(mode)
+async def fake_pair(mode: str, token: Token | None = None) -> AsyncIterator[FakePair]:
+    world = World(mode, token)
     prefill, decode = FakeEngine("prefill", world), FakeEngine("decode", world)
     (port,) = free_ports(1)
     push = mode == "push"
