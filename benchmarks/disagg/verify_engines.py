@@ -54,6 +54,10 @@ class Told:
         found = {e.server.url: s for e, s in self.states.items() if e.role == role}
         return list(found.values())
 
+    def nudged(self, role: str) -> int:
+        """How many requests of one token each its engines got from us till then."""
+        return self.nudges * sum(engine.role == role for engine in self.states)
+
     def records(self, role: str, handoff_role: str) -> list[Mapping[str, Any]]:
         """Hand-offs that engines of a role finished, as they saw them."""
         return [

@@ -68,7 +68,7 @@ def movement(before: Told, after: Told, asked: Sequence[str]) -> Movement:
     read = [r for r in after.records("prefill", "reader") if _key(r) not in known]
     decode = after.of("decode")
     tells_end = any(_ENDED in state.samples for state in decode)
-    nudged = (after.nudges - before.nudges) * len(decode)
+    nudged = after.nudged("decode") - before.nudged("decode")
     computed = [
         new.prompt_tokens.get(_COMPUTED, 0.0) - old.prompt_tokens.get(_COMPUTED, 0.0)
         for old, new in zip(before.of("decode"), decode, strict=True)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from verify_engines import Engines, Told, busy, healthy, retained
 from verify_http import AskError, ask, get_object, greedy, tokenize
 from verify_judgement import Judgement
 from verify_legs import InTurn, RouterWay, Way, legs_of
-from verify_moved import problems, settled
+from verify_moved import movement, problems, settled
 from verify_prompts import ANSWER_TOKENS, TURNS, Prompt, Tokens, make_prompts
 from verify_result import Report, Unchecked
 from verify_targets import Settings, margin_of
@@ -32,7 +32,6 @@ MOVED = "KV moved"
 BLOCKS = "nothing left held"
 SIDE_CHANNELS = "side channels"
 
-_COMPUTED = "local_compute"
 _REFERENCE_SETTLE_S = 5.0
 _CONVERSATION_TOKENS = TURNS * ANSWER_TOKENS + 64
 """What a conversation grows by, and some more."""
@@ -240,21 +239,13 @@ class _Run:
         return found
 
     async def _computed(self, before: Told, enough: int) -> int | None:
-        deadline = asyncio.get_running_loop().time() + _REFERENCE_SETTLE_S
+        """Prompt tokens that D computed, once they are told; ``None`` if never."""
+        deadline = time.monotonic() + _REFERENCE_SETTLE_S
         while True:
             await self.engines.nudge()
-            after = await self.engines.told()
-            pairs = zip(before.of("decode"), after.of("decode"), strict=True)
-            grown = [
-                new.prompt_tokens[_COMPUTED] - old.prompt_tokens.get(_COMPUTED, 0.0)
-                for old, new in pairs
-                if _COMPUTED in new.prompt_tokens
-            ]
-            if not grown:
-                return None
-            nudged = (after.nudges - before.nudges) * len(grown)
-            computed = int(sum(grown)) - nudged
-            if computed >= enough or asyncio.get_running_loop().time() > deadline:
+            computed = movement(before, await self.engines.told(), ()).computed
+            late = time.monotonic() > deadline
+            if computed is None or computed >= enough or late:
                 return computed
 
     def _way(self, mode: str) -> Way:

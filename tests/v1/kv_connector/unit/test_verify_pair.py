@@ -29,6 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token as Engi
 
 SCRIPT = Path(verify_pd.__file__).with_name("verify_pd.sh")
 SETTLE_S = 2.0
+IN_VAIN_S = 0.5
+"""Where a test waits for what does not come."""
 
 
 BOTH_MODES = pytest.mark.parametrize("mode", ["push", "pull"])
@@ -166,7 +168,7 @@ async def test_difference_without_logprobs_fails(pair: FakePair) -> None:
 async def test_silent_recomputation_fails(pair: FakePair) -> None:
     pair.faults.recompute = True
 
-    report = await verify(settings(pair))
+    report = await verify(settings(pair, settle_seconds=IN_VAIN_S))
 
     assert MOVED in failed(report)
     assert ANSWERS not in failed(report)
@@ -178,7 +180,7 @@ async def test_silent_recomputation_fails_without_side_channels(
     pair: FakePair,
 ) -> None:
     pair.faults.recompute = True
-    chosen = settings(pair)
+    chosen = settings(pair, settle_seconds=IN_VAIN_S)
     bare = [replace(e, side_channel=None) for e in (*chosen.prefill, *chosen.decode)]
 
     report = await verify(replace(chosen, prefill=(bare[0],), decode=(bare[1],)))
@@ -187,7 +189,7 @@ async def test_silent_recomputation_fails_without_side_channels(
 
 
 async def test_recomputation_of_some_fails(pair: FakePair) -> None:
-    chosen = settings(pair)
+    chosen = settings(pair, settle_seconds=IN_VAIN_S)
 
     async def change_in_the_middle() -> None:
         while len(pair.decode.records) < 5:
@@ -237,7 +239,7 @@ async def test_failed_hand_offs_fail(pair: FakePair) -> None:
 async def test_blocks_that_stay_held_fail(pair: FakePair) -> None:
     pair.prefill.held = 7
 
-    report = await verify(settings(pair))
+    report = await verify(settings(pair, settle_seconds=IN_VAIN_S))
 
     assert failed(report) == {BLOCKS}
     said = f"prefill {pair.prefill.url}: 93 of 100 blocks are free, held by "
@@ -249,7 +251,7 @@ async def test_blocks_that_stay_held_fail_without_side_channels(
     pair: FakePair,
 ) -> None:
     pair.prefill.held = 7
-    chosen = settings(pair)
+    chosen = settings(pair, settle_seconds=IN_VAIN_S)
     bare = [replace(e, side_channel=None) for e in (*chosen.prefill, *chosen.decode)]
 
     report = await verify(replace(chosen, prefill=(bare[0],), decode=(bare[1],)))
@@ -261,7 +263,7 @@ async def test_blocks_that_stay_held_fail_without_side_channels(
 async def test_drill_finds_blocks_that_an_abort_leaves_held(pair: FakePair) -> None:
     pair.faults.leak = True
 
-    report = await verify(settings(pair, drill=True, drill_seconds=1.0))
+    report = await verify(settings(pair, drill=True, drill_seconds=IN_VAIN_S))
 
     assert failed(report)
     assert all(name.startswith("drill: ") for name in failed(report))
@@ -271,7 +273,7 @@ async def test_drill_finds_blocks_that_an_abort_leaves_held(pair: FakePair) -> N
 async def test_drill_finds_an_engine_that_dies(pair: FakePair) -> None:
     pair.faults.die = True
 
-    report = await verify(settings(pair, drill=True, drill_seconds=1.0))
+    report = await verify(settings(pair, drill=True, drill_seconds=IN_VAIN_S))
 
     last = report.checks[-1]
     assert failed(report) == {last.name}
