@@ -55,6 +55,8 @@ class Pins:
     nixl: str
     own_paths: tuple[str, ...]
     targets: Mapping[str, TargetPin]
+    source: WheelPin | None = None
+    """The source distribution, where one is pinned."""
 
     def fork_version(self, target: TargetPin) -> str:
         """Version of our distribution; its local label names the target.
@@ -89,6 +91,7 @@ def load_pins(root: Path) -> Pins:
             nixl=_text(data, "nixl"),
             own_paths=_texts(data, "own_paths"),
             targets=targets,
+            source=_source(data.get("source", {})),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise BuildError(
@@ -109,6 +112,15 @@ def _target(name: str, table: Mapping[str, Any]) -> TargetPin:
         dropped_requirements=_texts(table, "dropped_requirements"),
         wheels=wheels,
     )
+
+
+def _source(table: Mapping[str, Any]) -> WheelPin | None:
+    if not table:
+        return None
+    if len(table) != 1:
+        raise TypeError(f"'source' (expected one file, found {sorted(table)})")
+    (file,) = table
+    return WheelPin(file=file, sha256=_text(table, file))
 
 
 def _text(table: Mapping[str, Any], key: str) -> str:

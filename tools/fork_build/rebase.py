@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fork_build.errors import BuildError
 from fork_build.pins import PIN_FILE, Pins, TargetPin, WheelPin, load_pins
+from fork_build.source import resolve_source
 
 _STDERR = 2
 MACHINES = ("x86_64", "aarch64")
@@ -36,26 +37,32 @@ def rebase(root: Path, version: str, pip: list[str]) -> Pins:
         target.name: [_resolve(target, version, machine, pip) for machine in MACHINES]
         for target in pins.targets.values()
     }
+    source = resolve_source(version, pip) if pins.source else None
     path = root / PIN_FILE
-    path.write_text(
-        rewrite(path.read_text(encoding="utf-8"), version, resolved), encoding="utf-8"
-    )
+    text = rewrite(path.read_text(encoding="utf-8"), version, resolved, source)
+    path.write_text(text, encoding="utf-8")
     return load_pins(root)
 
 
-def rewrite(text: str, version: str, wheels: dict[str, list[WheelPin]]) -> str:
-    """Put a version and wheels into the text of a pin file; keep all else."""
+def rewrite(
+    text: str,
+    version: str,
+    wheels: dict[str, list[WheelPin]],
+    source: WheelPin | None = None,
+) -> str:
+    """Put a version, wheels and source into the text of a pin file; keep all else."""
     text, count = re.subn(r'(?m)^version = ".*"$', f'version = "{version}"', text)
     if count != 1:
         raise BuildError(f"{PIN_FILE}: expected one line `version = …`, found {count}")
-    for name, pins in wheels.items():
+    tables = {f"targets.{name}.wheels": pins for name, pins in wheels.items()}
+    if source:
+        tables["source"] = [source]
+    for table, pins in tables.items():
         lines = "".join(f'"{pin.file}" = "{pin.sha256}"\n' for pin in pins)
-        header = f"[targets.{name}.wheels]\n"
+        header = f"[{table}]\n"
         before, found, rest = text.partition(header)
         if not found:
-            raise BuildError(
-                f"{PIN_FILE}: the table [targets.{name}.wheels] is missing"
-            )
+            raise BuildError(f"{PIN_FILE}: the table [{table}] is missing")
         rest = re.sub(r'\A(?:"[^\n]*\n)*', "", rest)
         text = before + header + lines + rest
     return text
