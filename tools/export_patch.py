@@ -16,7 +16,7 @@ from pathlib import Path
 from fork_build.errors import BuildError
 from fork_build.pins import REPOSITORY
 from patch_export.errors import ExportError
-from patch_export.export import Export
+from patch_export.export import lay
 from patch_export.target import Target
 
 
@@ -33,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         target = Target(options.vllm)
         identity = target.identity(options.signoff)
-        export = Export.of_checkout(REPOSITORY)
-        count = export.lay(target, options.branch, options.series, identity)
+        count = lay(REPOSITORY, target, options.branch, options.series, identity)
     except (BuildError, ExportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -32,6 +32,35 @@ def own_sources(root: Path) -> dict[str, str]:
     }
 
 
+def lay(
+    root: Path, target: Target, branch: str, series: bool, identity: Identity
+) -> int:
+    """Put our files onto a branch of the target; return how many commits it has.
+
+    Args:
+        root: of our checkout.
+        target: upstream's tree.
+        branch: a name that is not there yet.
+        series: a commit per part; otherwise one.
+        identity: who signs off.
+
+    Raises:
+        ExportError: upstream's tree is not the base's, or not as expected; a file of
+            ours has no place in the series.
+    """
+    base = load_pins(root).version
+    target.refuse_unless_base(base)
+    target.refuse_unfit(branch)
+    table = load_table()
+    export = Export(root, table, place(table, own_sources(root)))
+    target.make_checkout(identity, base)
+    changes = export.changes(target, identity)
+    if not series:
+        changes = [export.joined(changes, target, identity)]
+    target.add_branch(branch, changes, identity)
+    return len(changes)
+
+
 @dataclass(frozen=True)
 class Export:
     """What is exported, and how it is placed."""
@@ -39,34 +68,6 @@ class Export:
     root: Path
     table: Table
     placing: Placing
-    base: str
-
-    @classmethod
-    def of_checkout(cls, root: Path) -> Export:
-        """Read our checkout.
-
-        Raises:
-            ExportError: a file has no place in the series.
-        """
-        table = load_table()
-        return cls(
-            root, table, place(table, own_sources(root)), load_pins(root).version
-        )
-
-    def lay(self, target: Target, branch: str, series: bool, identity: Identity) -> int:
-        """Put the branch into the target; return how many commits it has.
-
-        Raises:
-            ExportError: upstream's tree is not the base's, or not as expected.
-        """
-        target.refuse_unless_base(self.base)
-        target.refuse_unfit(branch)
-        target.make_checkout(identity, self.base)
-        changes = self.changes(target, identity)
-        if not series:
-            changes = [self._joined(changes, target, identity)]
-        target.add_branch(branch, changes, identity)
-        return len(changes)
 
     def changes(self, target: Target, identity: Identity) -> list[Change]:
         """The commits of the series."""
@@ -148,9 +149,10 @@ class Export:
             made[adapt.CONFTEST_PATH] = (_MODE, content)
         return {path: made[path] for path in made if path not in known}
 
-    def _joined(
+    def joined(
         self, changes: list[Change], target: Target, identity: Identity
     ) -> Change:
+        """All commits of the series as one."""
         theirs = target.files()
         files: dict[str, tuple[str, bytes] | None] = {}
         for change in changes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from pathlib import PurePosixPath
 
 
-def imported_names(source: str, path: str) -> set[str]:
+@cache
+def imported_names(source: str, path: str) -> frozenset[str]:
     """Dotted names that a file imports anywhere, those of `from` with the name added.
 
     Args:
@@ -26,7 +28,7 @@ def imported_names(source: str, path: str) -> set[str]:
                 module = [*folder[: len(folder) - node.level + 1], *module]
             start = ".".join(module)
             names.update(f"{start}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)
 
 
 def resolve(name: str, files: Collection[str], roots: Sequence[str]) -> str | None:
