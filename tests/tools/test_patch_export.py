@@ -196,11 +196,6 @@ def test_one_commit_gives_the_same_tree(series: Path) -> None:
     )
 
 
-def test_the_same_series_comes_again(series: Path) -> None:
-    assert export(series, "--series", "--branch", "again") == 0
-    assert commits(series, "again") == commits(series)
-
-
 def test_another_version_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
