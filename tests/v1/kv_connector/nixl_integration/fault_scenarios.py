@@ -13,6 +13,7 @@ from typing import Literal
 
 from fault_engines import (
     HANDSHAKE_TIMEOUT_S,
+    LEASE_S,
     PEER_TIMEOUT_S,
     FaultPair,
     Policy,
@@ -131,7 +132,9 @@ async def stop(world: World, victim: Side) -> Verdict:
             await _judge_decode(world, verdict, stages, _decode_bound(world))
             fillers = await _fill_beside_quarantine(world, verdict, stages)
         else:
-            await asyncio.sleep(PEER_TIMEOUT_S + 2.0)
+            # A reader relies on its lease, so silence does not end that.
+            lasts = PEER_TIMEOUT_S if pair.mode == "push" else LEASE_S
+            await asyncio.sleep(lasts + 2.0)
             verdict.add_common(await _given_up(world))
             fillers = []
         marks = _marks(world)
