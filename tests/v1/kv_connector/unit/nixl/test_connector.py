@@ -110,6 +110,7 @@ def _make(
     groups: int = 1,
     ranks: tuple[int, int] = (1, 1),
     replica: int = 0,
+    block_size: int = BLOCK,
     **extra: Any,
 ) -> NixlBaseConnector:
     config = VllmConfig(
@@ -120,7 +121,7 @@ def _make(
             kv_connector_extra_config=extra,
         )
     )
-    config.cache_config.block_size = BLOCK
+    config.cache_config.block_size = block_size
     parallel = config.parallel_config
     parallel.pipeline_parallel_size, parallel.tensor_parallel_size = ranks
     parallel.data_parallel_index = replica
@@ -204,7 +205,7 @@ def test_groups_of_layers_need_piecewise_graphs() -> None:
 
 def test_an_unsupported_model_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="2 KV cache groups"):
-        _make(groups=2, bidirectional_kv_xfer=True)
+        _make(groups=2, block_size=2 * BLOCK)
 
 
 def test_a_defect_in_a_hook_does_not_reach_the_engine() -> None:
