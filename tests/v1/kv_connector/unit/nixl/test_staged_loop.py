@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer loops whose caches are on another device; a fake one, and real NIXL."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from v1.kv_connector.unit.nixl.arena import (
     LAYERS,
     NUM_BLOCKS,
     PAGE_BYTES,
+    PATIENCE_S,
     Rank,
     keep,
     offer,
@@ -97,6 +99,11 @@ class StagedRank(Rank):
             time.monotonic,
             self.buffer,
         )
+
+    def end(self, patience: float) -> None:
+        """The engine ends, and gives what is computed so long."""
+        self._server.close()
+        self.loop.close(patience)
 
     def fill(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -322,6 +329,23 @@ def test_a_copy_to_the_device_that_fails_fails_the_attempt(pair: Pair) -> None:
     assert failed.quiet
     assert "the device has gone" in failed.reason
     pair.until_idle()
+
+
+def test_what_is_being_copied_when_an_engine_ends_is_handed_over() -> None:
+    pair = Pair(Mode.PUSH)
+    pair.d.step(Receive(request(T, THERE, Mode.PUSH), pair.p.address))
+    pair.until(lambda: pair.p.tables.get("sender_claims") == 1)
+    looks = iter([False] * 5)
+    given = replace(offer(T, HERE), fence=lambda: next(looks, True))
+    pair.p.step(Expect(T, 1, ()), given)
+    assert pair.p.device.copied == []
+    ending = threading.Thread(target=pair.p.end, args=(5.0,))
+    ending.start()
+    run([pair.d], lambda: bool(pair.d.events))
+    ending.join(PATIENCE_S)
+    assert [type(event) for event in pair.d.events] == [Received]
+    assert pair.same()
+    pair.d.close()
 
 
 def test_the_next_step_is_worth_taking_while_something_is_copied(push: Pair) -> None:

@@ -22,6 +22,7 @@ from .agent import Agent
 from .auth import Token
 from .commands import Expect, Keep, Receive, Retire, Retract, Withdraw
 from .config import ConnectorConfig
+from .ending import STEP_SECONDS
 from .handoff.actions import (
     Event,
     FailureKind,
@@ -102,6 +103,14 @@ class StagedLoop(TransferLoop):
         pace = super().step(orders + self._copy_out())
         self._copy_in()
         return Pace.NOW if self._leaving or self._arrived else pace
+
+    def close(self, patience: float = 0.0) -> None:
+        """See :meth:`TransferLoop.close`; what is being copied may be taken, too."""
+        deadline = self._clock() + patience
+        while self._leaving and self._clock() < deadline:
+            self.step(())
+            time.sleep(STEP_SECONDS)
+        super().close(max(0.0, deadline - self._clock()))
 
     # ---- out of the caches
 
