@@ -83,6 +83,9 @@ def test_a_step_that_fails_ends_neither_the_engine_nor_the_loop(
     hand_off(*ranks, "after")
 
 
+PATIENCE_S = 1.5
+
+
 class _Loop:
     """Publishes one event in each step."""
 
@@ -96,7 +99,8 @@ class _Loop:
         event: Any = (self.steps, *commands)
         self._publish(Facts((event,), {"steps": self.steps}))
 
-    def close(self) -> None:
+    def close(self, patience: float) -> None:
+        assert patience == PATIENCE_S
         self.closed = True
         raise RuntimeError("a peer is gone")
 
@@ -111,7 +115,7 @@ def test_facts_are_kept_until_they_are_taken() -> None:
     assert facts.tables == {"steps": 2}
     facts = transfers.drain()
     assert facts.events == ((3,),)
-    transfers.close()
+    transfers.close(PATIENCE_S)
     loop: Any = transfers.loop
     assert loop.closed
 
