@@ -16,7 +16,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import pytest_asyncio
@@ -71,7 +71,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Done,
@@ -153,7 +152,7 @@ async def test_the_side_channel_is_silent(
     transfer_id = new_transfer_id()
     body = completion(Ask(PROMPT))
     await client.hand_off(pair, "push", body, transfer_id)
-    values = {"protocol": PROTOCOL_VERSION, "transfer_id": transfer_id}
+    values: dict[str, Any] = {"pp_rank": 0, "tp_rank": 0, "transfer_id": transfer_id}
     questions: list[SideChannelRequest] = [
         kind(**{field: values[field] for field in kind.__struct_fields__})
         for kind in get_args(SideChannelRequest)
