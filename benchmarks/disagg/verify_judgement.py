@@ -74,8 +74,11 @@ class Judgement:
         ]
         report.add(ANSWERS, found, said, _REMEDY, details)
 
-    def rows(self, found: Movement) -> list[Moved]:
-        """What was moved for each kind of prompt that was answered."""
+    def rows(self, found: Movement, page_bytes: int | None) -> list[Moved]:
+        """What was moved for each kind of prompt that was answered.
+
+        ``page_bytes`` are those of one block in one of D's regions, if known.
+        """
         answered = [(one, v) for one, v in self.judged if one.answer is not None]
         kinds = {one.name: one.question.prompt.kind for one, _ in answered}
         records = by_kind(found, kinds)
@@ -85,15 +88,17 @@ class Judgement:
             equal = sum(verdict.kind is Kind.EQUAL for _, verdict in ours)
             known: list[Any] = list(records.get(kind, ()))
             whole = len(known) == len(ours)
+            size = sum(r["bytes"] for r in known)
             rows.append(
                 Moved(
                     kind,
                     len(ours),
                     sum(len(one.question.tokens) for one, _ in ours),
                     f"{equal} equal",
-                    sum(r["bytes"] for r in known) if whole else None,
+                    size if whole else None,
                     sum(r["descriptors"] for r in known) if whole else None,
                     sum(r["seconds"] for r in known) if whole else None,
+                    size // page_bytes if page_bytes else None,
                 )
             )
         return rows

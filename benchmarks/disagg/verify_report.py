@@ -40,7 +40,7 @@ def render(report: Report) -> str:
     if report.moved:
         lines += ["", "## What was moved", ""]
         lines += _table(
-            ("prompts", "of", "tokens", "answers", "bytes", "descriptors", "hand-off"),
+            ("prompts", "of", "tokens", "answers", "bytes", "descriptors", "D waited"),
             [_moved_row(moved) for moved in report.moved],
         )
     if report.facts:
@@ -75,9 +75,18 @@ def _moved_row(moved: Moved) -> tuple[str, ...]:
         f"{moved.tokens:,}",
         moved.answers,
         "?" if moved.bytes is None else f"{moved.bytes:,}",
-        "?" if moved.descriptors is None else f"{moved.descriptors / each:.1f} each",
-        "?" if moved.seconds is None else f"{1e3 * moved.seconds / each:.1f} ms each",
+        _descriptors(moved),
+        "?" if moved.seconds is None else f"{1e3 * moved.seconds / each:.0f} ms each",
     )
+
+
+def _descriptors(moved: Moved) -> str:
+    if moved.descriptors is None:
+        return "?"
+    text = f"{moved.descriptors / moved.prompts:.1f} each"
+    if moved.pages is not None:
+        text += f" for {moved.pages / moved.prompts:.1f} pages"
+    return text
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -47,6 +47,8 @@ class Moved:
         answers: how they compare with the reference, in a few words.
         bytes, descriptors, seconds: of all its hand-offs; ``None`` where the engines
             do not tell them for each request.
+        pages: blocks times regions, as many descriptors as there would be if nothing
+            were merged; ``None`` if not known.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class Moved:
     bytes: int | None = None
     descriptors: int | None = None
     seconds: float | None = None
+    pages: int | None = None
 
 
 @dataclass

@@ -65,6 +65,7 @@ class _Run:
         self._numbers = itertools.count()
         self.engines = self._engines(settings)
         self.router = settings.router
+        self._page_bytes: int | None = None
 
     async def all(self) -> None:
         """Every check in turn."""
@@ -77,7 +78,6 @@ class _Run:
         before = await self._told()
         states = before.states
         check_backends(self.report, states, self.settings.expect_backend)
-        check_logs(self.report, self.settings.logs, self.settings.expect_rails)
         mode, dtype = await self._facts(before)
         margin = self.settings.margin
         margin = margin_of(dtype) if margin is None else margin
@@ -92,6 +92,8 @@ class _Run:
         way = self._way(mode)
         rounds = await self._ask_twice(way, questions)
         outcomes = [outcome for done in rounds for outcome in done.outcomes]
+        # Not before: transports connect when they are first used.
+        check_logs(self.report, self.settings.logs, self.settings.expect_rails)
         judged = Judgement.of(outcomes, margin)
         wrong = judged.wrong
         opinion = [await self._third_opinion(wrong, margin)] if wrong else []
@@ -178,8 +180,10 @@ class _Run:
                 continue
             document = await self.engines.integrity(engine)
             mode = document["mode"]
-            ranks = document.get("ranks") or [{}]
-            dtype = ranks[0].get("dtype", "")
+            rank = (document.get("ranks") or [{}])[0]
+            dtype = rank.get("dtype", "")
+            if rank and engine.role == "decode":
+                self._page_bytes = rank["block_bytes"] // rank["regions"]
             fact, value = rank_facts(engine, document)
             kept = retained(document)
             value += f"; keeps {kept} blocks of earlier turns" if kept else ""
@@ -312,7 +316,7 @@ class _Run:
             "connector, or `kv_load_failure_policy` is `recompute` and the hand-off "
             "fails (D's log, `vllm:nixl_num_failed_handoffs` by kind).",
         )
-        self.report.moved = judgement.rows(found)
+        self.report.moved = judgement.rows(found, self._page_bytes)
 
     async def _blocks(self, seconds: float, alone: bool) -> None:
         found = await self.engines.held(seconds)

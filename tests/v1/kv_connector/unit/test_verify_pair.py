@@ -17,7 +17,12 @@ import pytest_asyncio
 import verify_pd
 from pd_router.config import Address
 from pd_router.side_channel import Token
-from v1.kv_connector.unit.verify_pair import FakePair, fake_pair
+from v1.kv_connector.unit.verify_pair import (
+    BLOCK_BYTES,
+    REGIONS,
+    FakePair,
+    fake_pair,
+)
 from verify_engines import Engine
 from verify_http import Server
 from verify_judgement import ANSWERS
@@ -86,7 +91,8 @@ async def test_sound_pair_passes(pair: FakePair, router: bool) -> None:
         "short", "one block", "across block edges", "long", "repeated prefix",
         "multi-turn",
     }  # fmt: skip
-    assert moved["one block"].bytes == 2 * 1000
+    assert moved["one block"].bytes == 2 * BLOCK_BYTES
+    assert moved["one block"].pages == 2 * REGIONS
     assert page.startswith("# KV hand-off at http://127.0.0.1:")
     assert page.splitlines()[0].endswith(": PASS")
 
@@ -351,6 +357,21 @@ async def test_wrong_backend_and_rails_fail(pair: FakePair, tmp_path: Path) -> N
     assert "runs over UCX, expected LIBFABRIC" in check(report, "NIXL backend").said
     rails = check(report, "rails and lanes in the logs").said
     assert "1 rank(s) with 2 rails, 3 rank(s) with 16 rails" in rails
+
+
+async def test_lanes_of_ucx_are_shown(pair: FakePair, tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    log.write_text(
+        "[1.2] [vm:1 :0] ucp_worker.c:1 UCX  INFO  me self cfg#0 am(tcp/lo)\n"
+        "[1.2] [vm:1 :0] ucp_worker.c:1 UCX  INFO  me intra-node cfg#1 "
+        "rma_am(tcp/lo)  am(tcp/lo cma/memory)\n"
+    )
+
+    report = await verify(settings(pair, logs=(log,)))
+
+    assert report.exit_status == 0, render(report)
+    found = check(report, "rails and lanes in the logs")
+    assert found.details == ("intra-node: rma_am(tcp/lo) am(tcp/lo cma/memory)",)
 
 
 async def test_log_without_rails_is_not_checked(pair: FakePair, tmp_path: Path) -> None:

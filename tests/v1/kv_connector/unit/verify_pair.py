@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 32
-BLOCK_BYTES = 1000
+BLOCK_BYTES, REGIONS = 1000, 4
 MODEL = "tiny"
 CACHE_LABELS = f'block_size="{BLOCK_SIZE}",enable_prefix_caching="True"'
 TOTAL_BLOCKS = 100
@@ -143,7 +143,7 @@ class FakeEngine:
         rank = {
             "block_size": BLOCK_SIZE,
             "block_bytes": BLOCK_BYTES,
-            "regions": 4,
+            "regions": REGIONS,
             "dtype": "torch.float32",
             "memory": "DRAM",
             "transport": {"backends": "UCX", "efa_devices": "0"},
