@@ -35,7 +35,7 @@ from verify_report import render
 from verify_result import Report
 from verify_run import REACHED, verify
 from verify_targets import Settings, discovered, parse_engine, parse_server
-from verify_transport import NoLog
+from verify_transport import NoLog, check_log
 
 USAGE_ERROR = 2
 _DISCOVERY_S = 10.0
@@ -81,6 +81,8 @@ async def _report(options: argparse.Namespace) -> Report:
 async def _settings(options: argparse.Namespace) -> Settings:
     file = options.side_channel_token_file
     token = Token.load(file) if file else None
+    for log in options.log:
+        check_log(log)
     router = _server(options.router, "--router")
     prefill = _engines(options.prefill, "prefill")
     decode = _engines(options.decode, "decode")

@@ -73,6 +73,18 @@ def rank_facts(engine: Engine, document: Mapping[str, Any]) -> tuple[str, str]:
     return str(engine), told + "; ".join(f"{n} x {t}" for t, n in transport.items())
 
 
+def check_log(path: Path) -> None:
+    """Find out before anything is asked.
+
+    Raises:
+        NoLog: a log cannot be read.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise NoLog(f"--log {path} cannot be read: {error.strerror}") from error
+
+
 def check_logs(
     report: Report, logs: Sequence[Path], expected_rails: int | None
 ) -> None:

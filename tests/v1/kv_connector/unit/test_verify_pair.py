@@ -446,6 +446,7 @@ async def test_script_says_that_the_router_is_down(pair: FakePair) -> None:
         (),
         ("--prefill", "http://127.0.0.1:1"),
         ("--router", "somewhere"),
+        ("--router", "http://127.0.0.1:1", "--log", "/none"),
         ("--router", "http://127.0.0.1:1", "--side-channel-token-file", "/none"),
     ],
 )
