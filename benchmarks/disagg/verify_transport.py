@@ -18,7 +18,7 @@ _MAPPED = re.compile(r"mapped to rail|Registered memory on rail")
 # With UCX_LOG_LEVEL=info; what follows are the lanes by purpose.
 _UCX = re.compile(r"\b((?:intra|inter)-node) cfg#\d+ (.*)$")
 
-_BACKENDS = "NIXL backend"
+BACKEND = "NIXL backend"
 _LOGS = "rails and lanes in the logs"
 
 
@@ -33,7 +33,7 @@ def check_backends(
     untold = [str(engine) for engine, state in states.items() if not state.connector]
     if untold:
         report.unknown(
-            _BACKENDS,
+            BACKEND,
             f"{untold[0]} tells no vllm:nixl_info: not this project's connector, or "
             "one inside a MultiConnector",
         )
@@ -48,10 +48,11 @@ def check_backends(
     if expected and expected not in str(backends).split(","):
         problems.append(f"{connector} runs over {backends}, expected {expected}")
     report.add(
-        _BACKENDS,
+        BACKEND,
         problems,
         f"{connector} over {backends}, on all engines",
-        "Set `backends` in `kv_connector_extra_config` of all engines alike and "
+        "Give all engines the same `kv_connector`, set `backends` in "
+        "`kv_connector_extra_config` alike and "
         "restart them. `NIXL_LOG_LEVEL=INFO` in an engine's environment shows why a "
         "plugin does not load.",
     )
