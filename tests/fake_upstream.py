@@ -79,7 +79,7 @@ KVConnectorFactory.register_connector(
     "MultiConnector",
 )
 ''',
-    "docs/mkdocs/gen_files/generate_metrics.py": '''SOURCES = [
+    "docs/mkdocs/gen_files/generate_metrics.py": """SOURCES = [
     {"path": "one.py", "key": "metrics-one"},
     {
         "path": "nixl/stats.py",
@@ -90,7 +90,7 @@ KVConnectorFactory.register_connector(
         "key": "metrics-another",
     },
 ]
-''',
+""",
     "docs/usage/metrics.md": """# Metrics
 
 ## NIXL KV Connector Metrics
@@ -99,7 +99,7 @@ KVConnectorFactory.register_connector(
 
 ## Others
 """,
-    "docs/features/kv_offloading_usage.md": "See [it](nixl_connector_usage.md#some-part).\n",
+    "docs/features/kv_offloading_usage.md": "[See](nixl_connector_usage.md#part).\n",
 }
 
 

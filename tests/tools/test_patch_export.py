@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import export_patch
+from fake_upstream import DOTTED, FACTORY, PACKAGE, TRIMMED, git, make_tree
 from fork_build.pins import REPOSITORY, load_pins
 from patch_export import adapt
 from patch_export.errors import ExportError
 from patch_export.table import Edit, load_table
 from patch_export.target import Target
 from patch_export.upstream import edited
-from fake_upstream import DOTTED, FACTORY, PACKAGE, TRIMMED, git, make_tree
 
 SIGNOFF = "Ada Example <ada@example.org>"
 BASE = load_pins(REPOSITORY).version
@@ -158,7 +158,9 @@ def test_pages_have_no_dangling_link(series: Path) -> None:
     assert "docs/design/nixl_faults.md" in listed
     assert "docs/design/faults.md" not in listed
     everything = set(git(series, "ls-tree", "-r", "--name-only", last).splitlines())
-    folders = {parent.as_posix() for name in everything for parent in Path(name).parents}
+    folders = {
+        parent.as_posix() for name in everything for parent in Path(name).parents
+    }
     checked = 0
     for name in listed:
         if not name.endswith(".md"):
@@ -174,7 +176,13 @@ def test_pages_have_no_dangling_link(series: Path) -> None:
 
 
 def test_the_patches_apply_to_a_fresh_tree(series: Path, tmp_path: Path) -> None:
-    git(series, "format-patch", "-o", str(tmp_path / "patches"), "upstream..nixl-handoff")
+    git(
+        series,
+        "format-patch",
+        "-o",
+        str(tmp_path / "patches"),
+        "upstream..nixl-handoff",
+    )
     fresh = make_tree(tmp_path / "fresh", BASE)
     git(fresh, "init", "--quiet")
     git(fresh, "config", "user.name", "Bo")

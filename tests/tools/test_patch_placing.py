@@ -58,7 +58,9 @@ def test_no_commit_imports_what_a_later_one_brings(
     for path, index in placing.commits.items():
         if not path.endswith(".py"):
             continue
-        needed = imported_files(sources[path], path, sources.keys(), table.roots)
+        needed = imported_files(
+            sources[path], path, sources.keys(), table.roots, table.renames
+        )
         looked_at += len(needed)
         for other in needed - early:
             assert placing.commits[other] <= index, (path, other)
@@ -95,9 +97,7 @@ def test_an_import_of_a_later_commit_is_named() -> None:
     sources = own_sources(REPOSITORY)
     package = load_table().package
     sources[f"{package}/ids.py"] += "\nfrom .scheduler import pins\n"
-    with pytest.raises(
-        ExportError, match=r"ids\.py of commit 'machines'.*'scheduler'"
-    ):
+    with pytest.raises(ExportError, match=r"ids\.py of commit 'machines'.*'scheduler'"):
         place(load_table(), sources)
 
 
@@ -105,7 +105,9 @@ def test_two_places_and_unused_entries_are_named() -> None:
     wanted = table(commit("one", "pkg/a.py"), commit("two", "pkg/*.py", "pkg/no.py"))
     with pytest.raises(ExportError) as told:
         place(wanted, {"pkg/a.py": ""})
-    assert "pkg/a.py has more than one place: commits 'one' and 'two'" in str(told.value)
+    assert "pkg/a.py has more than one place: commits 'one' and 'two'" in str(
+        told.value
+    )
     assert "the entry 'pkg/no.py' fits no tracked file" in str(told.value)
 
 
@@ -145,7 +147,7 @@ def test_imports_are_read_wherever_they_stand() -> None:
         "pkg.inner.deep",
     }
     files = {"pkg/inner/near.py", "pkg/far/off/__init__.py", "pkg/inner/deep.py"}
-    assert imported_files(source, "pkg/inner/sub/mod.py", files, [""]) == files
+    assert imported_files(source, "pkg/inner/sub/mod.py", files, [""], {}) == files
 
 
 def test_patterns() -> None:

@@ -66,8 +66,8 @@ def fetch_source(
             os.replace(fresh, final)
     except OSError as error:
         raise BuildError(
-            f"cannot keep the source distribution in {cache}: {error}. Free space there "
-            f"or name another folder with {CACHE_VARIABLE}"
+            f"cannot keep the source distribution in {cache}: {error}. Free space "
+            f"there or name another folder with {CACHE_VARIABLE}"
         ) from error
     return final
 
@@ -132,6 +132,6 @@ def _run_pip(command: Sequence[str], requirement: str) -> None:
     if outcome.returncode != 0:
         raise BuildError(
             f"pip could not get the source distribution of {requirement} (exit status "
-            f"{outcome.returncode}, its reason is above). Check the version, the network "
-            "and pip's settings (`pip config list`)"
+            f"{outcome.returncode}, its reason is above). Check the version, the "
+            "network and pip's settings (`pip config list`)"
         )

@@ -16,7 +16,9 @@ PACKAGE_INIT = ""
 _TEST_IMPORT = re.compile(r"^(\s*(?:from|import) )(v1\.kv_connector\b)", re.MULTILINE)
 _ASYNC_TEST = re.compile(r"^([ \t]*)(async def test_)", re.MULTILINE)
 _IMPORT_PYTEST = re.compile(r"^import pytest$", re.MULTILINE)
-_LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s#]+)(?P<part>#[^)]*)?\)")
+_LINK = re.compile(
+    r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s#]+)(?P<part>#[^)]*)?\)"
+)
 _OTHER_MARKER = re.compile(r"\bpytest\.mark\.full\b")
 
 

@@ -23,7 +23,7 @@ SINGLE_TITLE = "[KVConnector][NIXL] Hand KV over by push and by pull, with one t
 
 
 def own_sources(root: Path) -> dict[str, str]:
-    """Text of each file of ours that is Python or a page, else an empty one, by path."""
+    """Text of each file of ours, by path; empty if it is not Python nor a page."""
     return {
         path: (root / path).read_text(encoding="utf-8")
         if path.endswith((".py", ".md"))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import PurePosixPath
 
@@ -50,19 +50,36 @@ def resolve(name: str, files: Collection[str], roots: Sequence[str]) -> str | No
 
 
 def imported_files(
-    source: str, path: str, files: Collection[str], roots: Sequence[str]
+    source: str,
+    path: str,
+    files: Collection[str],
+    roots: Sequence[str],
+    renames: Mapping[str, str],
 ) -> set[str]:
-    """Which of `files` the file imports; a test also needs its folders' `conftest.py`."""
+    """Which of `files` a file imports; a test also needs its folders' `conftest.py`.
+
+    Args:
+        source: its text.
+        path: where it is.
+        files: POSIX paths.
+        roots: folders from which modules are imported.
+        renames: new places of some of `files`; a `conftest.py` counts there.
+    """
     found = {
         resolve(name, files, roots) for name in imported_names(source, path)
-    } | set(_conftests(path, files))
+    } | set(_conftests(path, files, renames))
     return {name for name in found if name is not None and name != path}
 
 
-def _conftests(path: str, files: Collection[str]) -> Iterator[str]:
+def _conftests(
+    path: str, files: Collection[str], renames: Mapping[str, str]
+) -> Iterator[str]:
     if not PurePosixPath(path).name.startswith("test_"):
         return
+    moved = {new: old for old, new in renames.items()}
     for folder in PurePosixPath(path).parents:
-        candidate = (folder / "conftest.py").as_posix()
+        place = (folder / "conftest.py").as_posix()
+        candidate = moved.get(place, place)
         if candidate in files and len(folder.parts) > 1:
-            yield candidate
+            if renames.get(candidate, candidate) == place:
+                yield candidate

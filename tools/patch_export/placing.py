@@ -10,7 +10,6 @@ from patch_export.errors import ExportError
 from patch_export.imports import imported_files
 from patch_export.table import TABLE_FILE, Table, matches, matching
 
-
 _FIRST = 1
 """The commit before it only removes."""
 
@@ -147,7 +146,8 @@ def _with_users(
 def _imports(table: Table, sources: Mapping[str, str], path: str) -> Sequence[str]:
     if not path.endswith(".py"):
         return ()
-    return sorted(imported_files(sources[path], path, sources.keys(), table.roots))
+    files, renames = sources.keys(), table.renames
+    return sorted(imported_files(sources[path], path, files, table.roots, renames))
 
 
 def _too_early(

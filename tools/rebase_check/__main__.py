@@ -64,9 +64,7 @@ def _check(version: str, with_tests: bool, folder: Path) -> int:
     return 1 if urgent or collected.failed else 0
 
 
-def differences(
-    root: Path, files: list[str], base: Path, other: Path
-) -> list[Finding]:
+def differences(root: Path, files: list[str], base: Path, other: Path) -> list[Finding]:
     """Compare what our files use in two trees of sources.
 
     Raises:

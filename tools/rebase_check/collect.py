@@ -44,7 +44,7 @@ def lay_ours(root: Path, files: Iterable[str], own: Iterable[str], tree: Path) -
     """
     for folder in own:
         shutil.rmtree(tree / folder, ignore_errors=True)
-    # Tests of the base beside ours would be collected, too, and have needs of their own.
+    # The base's tests would be collected, too, and have needs of their own.
     shutil.rmtree(tree / "tests", ignore_errors=True)
     for name in files:
         target = tree / name

@@ -50,11 +50,9 @@ class Surface:
         return self._file(module) is not None or self._folder(module).is_dir()
 
     def find(self, module: str, name: str, depth: int = 0) -> Definition | None:
-        """What `from module import name` gives, or None where there is no such thing."""
+        """What `from module import name` gives, or None where that fails."""
         if not name:
-            return (
-                Definition("module", module, {}) if self.has_module(module) else None
-            )
+            return Definition("module", module, {}) if self.has_module(module) else None
         tree = self._tree(module)
         if tree is not None and depth < _DEPTH:
             found = self._in_module(tree, module, name, depth)
@@ -64,7 +62,9 @@ class Surface:
 
     def where_defined(self, name: str) -> list[str]:
         """Dotted names of the modules that define a class or function of this name."""
-        pattern = re.compile(rf"^(?:class|def|async def) {re.escape(name)}\b", re.M)
+        pattern = re.compile(
+            rf"^(?:class|def|async def) {re.escape(name)}\b", re.MULTILINE
+        )
         found = []
         for path in sorted((self._root / "vllm").rglob("*.py")):
             if pattern.search(path.read_text(encoding="utf-8", errors="replace")):
@@ -81,9 +81,9 @@ class Surface:
                 case ast.ClassDef(name=found) if found == name:
                     members = self._class_members(node, module, depth)
                     return Definition("class", module, members)
-                case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(
-                    name=found
-                ) if found == name:
+                case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if (
+                    found == name
+                ):
                     return Definition("function", module, {"": _call(node)})
                 case ast.Assign() | ast.AnnAssign() if name in _targets(node):
                     return Definition("value", module, {"": _value(node)})
