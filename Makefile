@@ -9,7 +9,7 @@ OUTPUT ?= results/multiturn
 REPETITIONS ?= 5
 
 .PHONY: help install lint test test-full soak bench-multiturn bench-compare \
-  bench-micro bench-sweep demo rebase-base clean check-python
+  bench-micro bench-sweep demo rebase-base rebase-check clean check-python
 
 help:
 	@echo 'make install             .venv with the fork installed editable'
@@ -22,6 +22,7 @@ help:
 	@echo 'make bench-micro         what a hand-off costs the host, without a model'
 	@echo 'make bench-sweep         the reproduction kit on this machine: push, pull, single'
 	@echo 'make lint                linters, types, licence headers'
+	@echo 'make rebase-check BASE=0.33.0     what another base version would ask of us'
 	@echo 'make rebase-base VERSION=0.33.0   pin another base version'
 	@echo 'make clean               remove .venv, the unpacked base and build products'
 
@@ -66,6 +67,11 @@ rebase-base: check-python
 	@test -n '$(VERSION)' || { \
 	  echo 'say which version: make rebase-base VERSION=0.33.0' >&2; exit 1; }
 	@$(FORK_BUILD) rebase '$(VERSION)'
+
+rebase-check: install
+	@test -n '$(BASE)' || { \
+	  echo 'say which version: make rebase-check BASE=0.33.0' >&2; exit 1; }
+	@PYTHONPATH=tools $(BIN)/python -m rebase_check '$(BASE)'
 
 clean: check-python
 	@$(FORK_BUILD) remove

@@ -80,6 +80,6 @@ def _conftests(
     for folder in PurePosixPath(path).parents:
         place = (folder / "conftest.py").as_posix()
         candidate = moved.get(place, place)
-        if candidate in files and len(folder.parts) > 1:
-            if renames.get(candidate, candidate) == place:
-                yield candidate
+        here = renames.get(candidate, candidate) == place
+        if here and candidate in files and len(folder.parts) > 1:
+            yield candidate

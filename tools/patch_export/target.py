@@ -76,14 +76,14 @@ class Target:
             return
         if version is None:
             raise ExportError(
-                f"cannot tell the version of {self.root}: it has no PKG-INFO, and no tag "
-                f"v… points at its HEAD. Check out the tag v{base}"
+                f"cannot tell the version of {self.root}: it has no PKG-INFO, and no "
+                f"tag v… points at its HEAD. Check out the tag v{base}"
             )
         raise ExportError(
             f"{self.root} is vLLM {version}, but the fork is made for {base}. Run "
-            f"`make rebase-check BASE={version}`: it names each name and signature that "
-            f"we use and that differs. Then see CONTRIBUTING.md on moving the base, or "
-            f"take the tree of {base}"
+            f"`make rebase-check BASE={version}`: it names each name and signature "
+            "that we use and that differs. Then see CONTRIBUTING.md on moving the base, "
+            f"or take the tree of {base}"
         )
 
     def refuse_unfit(self, branch: str) -> None:
@@ -168,7 +168,7 @@ class Target:
     def add_branch(
         self, branch: str, changes: Sequence[Change], identity: Identity
     ) -> None:
-        """Make the commits on HEAD and name the last one; the files stay as they are."""
+        """Make the commits on HEAD and name the last one; no file is touched."""
         stream = bytearray()
         # The base's own date keeps the result the same however often it is made.
         date = self._git("log", "-1", "--format=%ct", "HEAD").strip()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what another version of the base would ask of our code, without installing it."""
+"""Says what another version of the base would ask of our code, not installed."""
