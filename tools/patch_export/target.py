@@ -82,8 +82,8 @@ class Target:
         raise ExportError(
             f"{self.root} is vLLM {version}, but the fork is made for {base}. Run "
             f"`make rebase-check BASE={version}`: it names each name and signature "
-            "that we use and that differs. Then see CONTRIBUTING.md on moving the base, "
-            f"or take the tree of {base}"
+            "that we use and that differs. CONTRIBUTING.md tells how to move the base. "
+            f"Or take the tree of {base}"
         )
 
     def refuse_unfit(self, branch: str) -> None:
