@@ -16,7 +16,11 @@ PACKAGE_INIT = ""
 _TEST_IMPORT = re.compile(r"^(\s*(?:from|import) )(v1\.kv_connector\b)", re.MULTILINE)
 _MARKER = "@pytest.mark.asyncio\n"
 _ASYNC_TEST = re.compile(r"^([ \t]*)(async def test_)", re.MULTILINE)
-_MARKED = re.compile(r"^([ \t]*)@pytest\.mark\.asyncio\n", re.MULTILINE)
+_TWICE = re.compile(
+    r"^([ \t]*@pytest\.mark\.asyncio\b.*\n(?:[ \t]*@.*\n)*)"
+    r"[ \t]*@pytest\.mark\.asyncio\n",
+    re.MULTILINE,
+)
 _IMPORT_PYTEST = re.compile(r"^import pytest$", re.MULTILINE)
 _LINK = re.compile(
     r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s#]+)(?P<part>#[^)]*)?\)"
@@ -34,8 +38,8 @@ def python_file(text: str, path: str) -> str:
     text = _OTHER_MARKER.sub("pytest.mark.optional", text)
     if _ASYNC_TEST.search(text):
         # Upstream's pytest-asyncio is in strict mode.
-        text = _MARKED.sub("", text)
         text = _ASYNC_TEST.sub(rf"\1{_MARKER}\1\2", text)
+        text = _TWICE.sub(r"\1", text)
         if not _IMPORT_PYTEST.search(text):
             text = _with_import(text, "import pytest\n")
     return text
