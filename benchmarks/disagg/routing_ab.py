@@ -6,9 +6,9 @@
     python routing_ab.py lengths --mode pull \
         --arm "prefill=" --arm "skip=--skip-prefill-below 1000000"
 
-Starts a prefill engine and decode engines on this machine. Each arm is a name and the
+Starts a prefill engine and decode engines on this machine, or stand-ins. Each arm is a name and the
 flags of the router that it adds. A round runs every arm once, each with a router of its
-own and the same prompts' lengths and order, in an order that turns from round to round.
+own and the same lengths and order of prompts, in an order that turns with each round.
 
 ``bursts`` sends requests in bursts, a part of them with long answers, in random order.
 ``lengths`` sends one request at a time, with prompts of each length.
@@ -56,6 +56,7 @@ from pd_launcher import (  # noqa: E402
     nixl_transfer_config,
 )
 from pd_processes import stop_all, wait_all_ready  # noqa: E402
+from stand_in_engines import Pace, StandIns  # noqa: E402
 from tiny_model import TinySpec, random_prompt, tiny_model  # noqa: E402
 
 REQUEST_TIMEOUT_S = 180.0
@@ -354,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     mode: Mode = options.mode
     try:
-        with engines_lock(), ExitStack() as stack:
+        with ExitStack() as stack:
             prefill = Engine(
                 "prefill",
                 replace(
@@ -375,18 +376,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 for number in range(options.decode_engines)
             ]
-            engines = [prefill, *sinks]
-            stack.callback(stop_all, engines)
-            for engine in engines:
-                engine.start()
-            wait_all_ready(engines, START_TIMEOUT_S)
+            if options.stand_ins:
+                pace = Pace(slots=options.max_num_seqs)
+                servers = StandIns(prefill.port, [one.port for one in sinks], pace)
+                servers.start()
+                stack.callback(servers.stop)
+            else:
+                stack.enter_context(engines_lock())
+                engines = [prefill, *sinks]
+                stack.callback(stop_all, engines)
+                for engine in engines:
+                    engine.start()
+                wait_all_ready(engines, START_TIMEOUT_S)
             comparison = Comparison(options, spec, prefill, sinks, log_dir)
-            comparison.run()
+            try:
+                comparison.run()
+            finally:
+                if options.json is not None:
+                    _keep(options.json, comparison)
     except (BenchError, TimeoutError) as error:
         print(f"routing_ab: {error}; logs are in {log_dir}", file=sys.stderr)
         return 1
-    if options.json is not None:
-        _keep(options.json, comparison)
     arms = [arm.name for arm in options.arm]
     for line in report(options.load, comparison.done, arms, comparison.moved):
         print(line)
@@ -409,6 +419,11 @@ def _parser() -> argparse.ArgumentParser:
     add("load", choices=("bursts", "lengths"))
     add("--arm", type=Arm.parse, action="append", required=True, metavar="NAME=FLAGS")
     add("--mode", choices=("push", "pull"), default="push")
+    add(
+        "--stand-ins",
+        action="store_true",
+        help="instead of engines, servers that take as long: the router's part alone",
+    )
     add("--rounds", type=int, default=5)
     add("--decode-engines", type=int, default=1)
     add("--max-num-seqs", type=int, default=16, help="of each decode engine")

@@ -43,8 +43,8 @@ class DecodeLegs:
         params: what makes an engine take the hand-off; ``None`` for no hand-off.
         excluded: workers that are not to be taken.
         stack: ends all that is left.
-        patience: seconds that a leg may take once the prompt has been prefilled,
-            before a less busy engine is asked, too; ``None`` to ask none.
+        patience: seconds that a stream may take to begin once the prompt has been
+            prefilled, before a less busy engine is asked, too; ``None`` to ask none.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class DecodeLegs:
             return
         (leg,) = self._running
         gone = not leg.worker.healthy
-        since = self._prefilled_at
+        # A whole answer does not show when it was begun.
+        since = self._prefilled_at if self._attempt.call.streaming else None
         overdue = since is not None and _now() - since >= self._patience
         if not gone and not overdue:
             return

@@ -246,6 +246,10 @@ class Legs:
         if refused and worker.mark_down(str(error)):
             logger.warning("%s is unreachable and out of the choice", worker)
         roles = blamed(error, handoff=handoff)
+        if attempt.rebound and len(roles) > 1:
+            # Of two engines that ask for one hand-off, one may be told that the other
+            # has got it.
+            return
         other = attempt.prefill if worker.role is Role.DECODE else attempt.decode
         for one in (worker, other):
             if one is not None and one.role in roles:

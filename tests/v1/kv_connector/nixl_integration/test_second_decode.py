@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -28,7 +27,7 @@ from handoff_client import (
     side_channel_address,
 )
 from handoff_engines import SPEC, EngineRoom
-from handoff_workload import Ask
+from handoff_workload import Ask, Tokens, words
 from pd_launcher import Engine, Router
 from tiny_model import random_prompt
 
@@ -76,12 +75,19 @@ class Crew:
         by_address = {w["address"]: w["outstanding"] for w in state.body["workers"]}
         return [by_address[engine.address] for engine in self.decode]
 
+    async def runs(self, engine: Engine) -> None:
+        """Wait until an engine runs a request."""
+        deadline = time.monotonic() + WAIT_S
+        while not (await self.client.metrics(engine))["vllm:num_requests_running"]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
     async def rebinds(self) -> float:
         return (await self.client.metrics(self.router)).get(
             "pd_router_rebinds_total", 0
         )
 
-    async def alone(self, engine: Engine, body: Body) -> Any:
+    async def alone(self, engine: Engine, body: Body) -> Tokens:
         """The answer of one engine, of nothing that a hand-off has left there."""
         reply = await self.client.post(engine, {**body, "cache_salt": "own"})
         return reply.tokens
@@ -139,22 +145,31 @@ async def test_a_decode_engine_that_stops_is_left_for_another(crew: Crew) -> Non
 async def test_a_decode_engine_that_is_full_is_left_for_another(crew: Crew) -> None:
     long, short, third = _body(64, 800), _body(65, 100), _body(66, 8)
     before = await crew.rebinds()
-    asking = [asyncio.create_task(crew.ask("long", long))]
+    order: list[str] = []
+
+    async def stream(name: str, body: Body) -> Tokens:
+        headers = {"X-Request-Id": name}
+        text = await crew.client.stream(crew.router, body, headers=headers)
+        order.append(name)
+        return words(text)
+
+    asking = [asyncio.create_task(stream("long", long))]
     while sum(load := await crew.load()) != 1:
         await asyncio.sleep(POLL_S / 10)
-    busy = load.index(1)
-    asking.append(asyncio.create_task(crew.ask("short", short)))
-    await crew.busy(1, 1)
+    full = crew.decode[load.index(1)]
+    other = crew.decode[1 - load.index(1)]
+    # An engine that has yet to run the first one takes the next one's KV as well.
+    await crew.runs(full)
+    asking.append(asyncio.create_task(stream("short", short)))
+    await crew.runs(other)
     # Equally busy by number, so it goes where nobody has gone for longer.
-    asking.append(asyncio.create_task(crew.ask("third", third)))
-    replies = [await asking[2], await asking[1]]
-    assert not asking[0].done()
-    replies.append(await asking[0])
+    asking.append(asyncio.create_task(stream("third", third)))
+    replies = await asyncio.gather(*asking)
 
-    full, other = crew.decode[busy], crew.decode[1 - busy]
+    assert order == ["short", "third", "long"]
     assert await crew.rebinds() == before + 1
     assert await crew.outcomes(other, "third") == ["received"]
     assert "received" not in await crew.outcomes(full, "third")
     assert await crew.outcomes(crew.prefill, "third") == ["served"]
-    for reply, body in zip(replies, (third, short, long), strict=True):
-        assert reply.tokens == await crew.alone(crew.decode[0], body)
+    for reply, body in zip(replies, (long, short, third), strict=True):
+        assert reply == await crew.alone(other, body)

@@ -331,22 +331,22 @@ async def test_a_decode_engine_found_dead_is_left_behind(talk: Talk) -> None:
 async def test_a_turn_that_another_engine_answers_is_continued_there(
     talk: Talk,
 ) -> None:
-    slow = in_turn(WHOLE, hangs())
+    slow = in_turn(STREAM, hangs())
     await talk.start(
-        "push", decode=[slow, WHOLE], routing=RoutingSettings(rebind_after=0.05)
+        "push", decode=[slow, STREAM], routing=RoutingSettings(rebind_after=0.05)
     )
-    await talk.turn()
+    await talk.turn(stream=True)
     first = transfer_of(talk.decode_leg(0, 0))
     # Load that only the first one has, or it would not be left.
     talk.decode_workers[0].outstanding += 2
-    assert (await talk.turn()).status == 200
+    assert (await talk.turn(stream=True)).status == 200
     second = transfer_of(talk.decode_leg(0, 1))
     assert transfer_of(talk.decode_leg(1, 0)) == second
     # The first engine lets go at a normal end only, which it has not come to.
     assert talk.decode_leg(1, 0).params["release_transfer_id"] == first
     talk.decode_workers[0].outstanding -= 2
     await talk.released(0, first)
-    await talk.turn()
+    await talk.turn(stream=True)
     assert talk.continues(2) == second
 
 

@@ -172,7 +172,7 @@ async def test_the_first_engine_may_still_win(cluster: Cluster) -> None:
     [
         streams(ERROR, DONE),
         answers({"error": {"message": "full"}}, status=429),
-        streams(b"data: {", end="abort"),
+        LOST[1],
     ],
 )
 async def test_the_second_engines_failure_leaves_the_first_one_alone(
@@ -187,6 +187,10 @@ async def test_the_second_engines_failure_leaves_the_first_one_alone(
     got = await asking
     assert (got.status, got.body) == (200, BODY)
     assert len(cluster.decode[1].seen) == 1
+    # It may have been told that the first one has got the KV already.
+    shown = (await cluster.get("/status")).json["workers"]
+    breaking = failing is LOST[1]
+    assert [w["breaker"]["failures"] for w in shown] == [0, 0, int(breaking)]
     await loaded(cluster, -2, 0)
     await cluster.quiet()
 
@@ -236,12 +240,22 @@ async def test_off_by_default(cluster: Cluster) -> None:
     await loaded(cluster, -9, 0)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_both_decode_legs(
-    cluster: Cluster, stream: bool
-) -> None:
+async def test_a_whole_answer_may_take_its_time(cluster: Cluster) -> None:
+    # It may have been generated for a while; the router cannot see that.
+    await cluster.start(
+        "push", OK_PREFILL, [slow(0.5, answers()), answers()], routing=MOVING
+    )
+    asking = asyncio.create_task(cluster.post({**STREAM, "stream": False}))
+    await cluster.decode[0].request()
+    await loaded(cluster, 5, 0)
+    assert (await asking).status == 200
+    assert cluster.decode[1].seen == []
+    await loaded(cluster, -5, 0)
+
+
+async def test_a_client_that_leaves_ends_both_decode_legs(cluster: Cluster) -> None:
     await cluster.start("push", OK_PREFILL, [hangs(), hangs()], routing=MOVING)
-    asking = asyncio.create_task(cluster.post({**STREAM, "stream": stream}))
+    asking = asyncio.create_task(cluster.post(STREAM))
     first = await cluster.decode[0].request()
     await loaded(cluster, 2, 0)
     second = await cluster.decode[1].request()
