@@ -7,8 +7,9 @@
         --arm "prefill=" --arm "skip=--skip-prefill-below 1000000"
 
 Starts a prefill engine and decode engines on this machine, or stand-ins. Each arm is a
-name and the flags of the router that it adds. A round runs every arm once, with a router
-of its own and the same lengths and order of prompts, in an order that turns with each round.
+name and the flags of the router that it adds. A round runs every arm once, with a
+router of its own and the same lengths and order of prompts; which arm is the first
+turns with each round.
 
 ``bursts`` sends requests in bursts, a part of them with long answers, in random order.
 ``lengths`` sends one request at a time, with prompts of each length.
