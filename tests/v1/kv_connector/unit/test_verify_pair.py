@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import verify_drill
 import verify_pd
 from pd_router.config import Address
 from pd_router.side_channel import Token
@@ -74,6 +75,15 @@ def check(report: Report, name: str) -> Check:
 
 def failed(report: Report) -> set[str]:
     return {one.name for one in report.checks if one.status is Status.FAIL}
+
+
+@BOTH_MODES
+async def test_drill_comes_sooner_where_it_was_too_late(
+    pair: FakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_drill, "CUT_AT", 3.0)
+    report = await verify(settings(pair, drill=True))
+    assert report.exit_status == 0, render(report)
 
 
 @BOTH_MODES
