@@ -145,8 +145,11 @@ class Client:
         path: str = COMPLETIONS,
         cut: int = -1,
         headers: Mapping[str, str] | None = None,
+        begun: asyncio.Event | None = None,
     ) -> str:
         """Read a stream's text; hang up after ``cut`` events, if that is not -1.
+
+        ``begun`` is set at the first event.
 
         Raises:
             AssertionError: the status is not 200, or an event is an error.
@@ -167,6 +170,8 @@ class Client:
                 if data == "[DONE]":
                     return "".join(parts)
                 event = json.loads(data)
+                if begun is not None:
+                    begun.set()
                 assert "error" not in event, f"the stream holds an error: {event}"
                 for choice in event["choices"]:
                     delta = choice.get("delta")
