@@ -39,7 +39,12 @@ def tree(released: Path) -> Path:
     assert export_patch.main(command) == 0
     for library in (REPOSITORY / "vllm").glob("*.so"):
         shutil.copy2(library, released / "vllm")
-    # Upstream's own rules hide them.
+    # The environment's own metadata say for which platform this is built.
+    stale = git(released, "ls-files", "*.egg-info/*").splitlines()
+    git(released, "update-index", "--skip-worktree", *stale)
+    for path in stale:
+        (released / path).unlink()
+    # Upstream's own rules hide the libraries.
     assert git(released, "status", "--porcelain") == ""
     return released
 
