@@ -42,8 +42,8 @@ def tree(released: Path) -> Path:
     # The environment's own metadata say for which platform this is built.
     stale = git(released, "ls-files", "*.egg-info/*").splitlines()
     git(released, "update-index", "--skip-worktree", *stale)
-    for path in stale:
-        (released / path).unlink()
+    for folder in {(released / path).parent for path in stale}:
+        shutil.rmtree(folder)
     # Upstream's own rules hide the libraries.
     assert git(released, "status", "--porcelain") == ""
     return released
