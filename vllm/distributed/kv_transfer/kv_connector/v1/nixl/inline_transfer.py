@@ -93,8 +93,7 @@ class InlineTransfer:
             logger.exception("The transfer loop did not close cleanly")
 
     def _publish(self, facts: Facts) -> None:
-        earlier = () if self._facts is None else self._facts.events
-        self._facts = Facts(earlier + facts.events, facts.tables)
+        self._facts = facts.after(self._facts)
 
     def _step(self, orders: Iterable[Order]) -> None:
         try:

@@ -35,6 +35,12 @@ class Facts:
     events: tuple[Event, ...]
     tables: dict[str, int]
 
+    def after(self, earlier: "Facts | None") -> "Facts":
+        """These and what came before; the tables are the latest."""
+        if earlier is None:
+            return self
+        return Facts(earlier.events + self.events, self.tables)
+
 
 @dataclass(frozen=True)
 class PendingOffer:

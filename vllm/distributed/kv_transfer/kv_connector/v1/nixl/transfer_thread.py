@@ -44,9 +44,9 @@ class _Outbox:
     def put(self, facts: Facts) -> None:
         """Add what one step brought."""
         with self._lock:
-            earlier = () if self._facts is None else self._facts.events
-            self._facts = Facts(earlier + facts.events, facts.tables)
-            if facts.events and not earlier:
+            rung = self._facts is not None and bool(self._facts.events)
+            self._facts = facts.after(self._facts)
+            if facts.events and not rung:
                 self._bell.put(None)
 
     def take(self, wait: float) -> Facts | None:

@@ -167,7 +167,8 @@ class ReceiverTable:
             return []
         source.quiet = True
         if attempt.state is State.TELLING:
-            return self._told(attempt)
+            self._drop_if_told(attempt)
+            return []
         if attempt.state is State.QUIESCING:
             return self._quiesce(attempt)
         return self._fail(attempt, FailureKind.REFUSED, reason, now)
@@ -264,7 +265,8 @@ class ReceiverTable:
             return []
         if attempt.state is State.TELLING:
             source.confirmed = True
-            return self._told(attempt)
+            self._drop_if_told(attempt)
+            return []
         if attempt.is_leased(source):
             # It may have heard of it too late.
             source.confirmed = True
@@ -293,7 +295,7 @@ class ReceiverTable:
             if attempt.reads and source.done:
                 source.quiet = True
             if attempt.state is State.TELLING:
-                actions += self._told(attempt)
+                self._drop_if_told(attempt)
             elif attempt.state is not State.QUIESCING and not source.done:
                 actions += self._fail(attempt, FailureKind.PEER_LOST, reason, now)
         return actions
@@ -307,7 +309,7 @@ class ReceiverTable:
                 continue
             source.quiet = True
             if attempt.state is State.TELLING:
-                actions += self._told(attempt)
+                self._drop_if_told(attempt)
             elif attempt.state is State.QUIESCING:
                 actions += self._quiesce(attempt)
             elif not source.done:
@@ -429,7 +431,7 @@ class ReceiverTable:
             return []
         request = attempt.request
         attempt.state = State.TELLING
-        self._told(attempt)
+        self._drop_if_told(attempt)
         attempt.stamps.chunks = sum(s.num_chunks for s in attempt.sources.values())
         attempt.stamps.mark(Stage.ANSWERED, now)
         attempt.stamps.mark(Stage.LAST_NOTIFICATION, now)
@@ -445,11 +447,10 @@ class ReceiverTable:
             )
         ]
 
-    def _told(self, attempt: Attempt) -> list[Action]:
+    def _drop_if_told(self, attempt: Attempt) -> None:
         sources = attempt.sources.values()
         if not attempt.reads or all(s.confirmed or s.quiet for s in sources):
             del self._attempts[attempt.request.registration_id]
-        return []
 
     def _fail(
         self, attempt: Attempt, kind: FailureKind, reason: str, now: float
