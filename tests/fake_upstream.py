@@ -48,6 +48,7 @@ FILES = {
     "tests/v1/__init__.py": "",
     "tests/v1/kv_connector/__init__.py": "",
     "tests/v1/kv_connector/unit/__init__.py": "",
+    "tests/v1/kv_connector/nixl_integration/__init__.py": "",
     "examples/disaggregated/disaggregated_serving/disagg_proxy_demo.py": "OLD = 1\n",
     f"{PACKAGE}/__init__.py": "from .worker import Worker\n",
     f"{PACKAGE}/worker.py": "class Worker:\n    pass\n",

@@ -33,8 +33,8 @@ SOONER = 4
 
 _REMEDY = (
     "The log of the engine named above has the cause; `tools/kv_integrity.py "
-    "HOST:PORT` shows what is held, and docs/design/faults.md when it is let go of. "
-    "Blocks that stay held are lost until that engine restarts."
+    "HOST:PORT` shows what is held, and docs/design/faults.md when it is let go "
+    "of. Blocks that stay held are lost until that engine restarts."
 )
 
 

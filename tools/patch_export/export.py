@@ -72,7 +72,7 @@ class Export:
     def changes(self, target: Target, identity: Identity) -> list[Change]:
         """The commits of the series."""
         theirs = target.files()
-        ours = self._adapted(target.text("pyproject.toml"))
+        ours = self._adapted(target.text("pyproject.toml"), theirs)
         removed = self._removed(theirs)
         gone = [_module(path) for paths in removed for path in paths]
         known = set(theirs)
@@ -94,7 +94,9 @@ class Export:
             changes.append(Change(_message(commit, identity), files))
         return changes
 
-    def _adapted(self, settings: str) -> dict[str, tuple[str, bytes]]:
+    def _adapted(
+        self, settings: str, theirs: Iterable[str]
+    ) -> dict[str, tuple[str, bytes]]:
         executable = _executable_files(self.root)
         texts: dict[str, str] = {}
         found: dict[str, tuple[str, bytes]] = {}
@@ -112,7 +114,12 @@ class Export:
                 text = adapt.python_file(text, path)
             texts[path] = adapt.renamed_mentions(text, renames)
         python = {path: text for path, text in texts.items() if path.endswith(".py")}
-        texts |= tidied(python, settings)
+        packages = {
+            str(PurePosixPath(path).parent)
+            for path in (*theirs, *map(_package_of_test, python))
+            if path.endswith("/__init__.py")
+        }
+        texts |= tidied(python, settings, packages)
         return found | {
             path: (found[path][0], text.encode()) for path, text in texts.items()
         }
@@ -141,9 +148,9 @@ class Export:
         """What pytest needs beside our tests and upstream's tree does not have."""
         made: dict[str, tuple[str, bytes]] = {}
         for path in new:
-            if not path.startswith("tests/") or not path.endswith(".py"):
+            if not (package := _package_of_test(path)):
                 continue
-            made[f"{PurePosixPath(path).parent}/__init__.py"] = (_MODE, b"")
+            made[package] = (_MODE, b"")
             folders = [name for name in self.table.roots if name not in ("", "tests")]
             content = adapt.conftest(folders).encode()
             made[adapt.CONFTEST_PATH] = (_MODE, content)
@@ -170,6 +177,13 @@ class Export:
 
 def _message(commit: Commit, identity: Identity) -> str:
     return f"{commit.title}\n\n{commit.body}\n\nSigned-off-by: {identity}\n"
+
+
+def _package_of_test(path: str) -> str:
+    """The `__init__.py` that a test module needs in upstream's tree; "" for others."""
+    if not path.startswith("tests/") or not path.endswith(".py"):
+        return ""
+    return f"{PurePosixPath(path).parent}/__init__.py"
 
 
 def _module(path: str) -> str | None:

@@ -7,23 +7,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 
 from patch_export.errors import ExportError
 
 
-def tidied(files: Mapping[str, str], settings: str) -> dict[str, str]:
+def tidied(
+    files: Mapping[str, str], settings: str, packages: Collection[str]
+) -> dict[str, str]:
     """Python files by path, formatted and with sorted imports.
 
     Args:
         files: their texts.
         settings: text of upstream's `pyproject.toml`.
+        packages: the folders that have an `__init__.py` in upstream's tree. How a file
+            imports its own package decides where that import is sorted to.
     """
     first_party = "lint.isort.known-first-party=['vllm', 'tests']"
     # D413, a blank line after a docstring's last section, is upstream's way, not ours.
     sort = ["check", "--fix", "--select=I,D413", "--config", first_party]
-    return _run(files, settings, [sort, ["format"]])
+    return _run(files, settings, [sort, ["format"]], packages)
 
 
 def without_unused_imports(files: Mapping[str, str], settings: str) -> dict[str, str]:
@@ -32,7 +36,10 @@ def without_unused_imports(files: Mapping[str, str], settings: str) -> dict[str,
 
 
 def _run(
-    files: Mapping[str, str], settings: str, commands: list[list[str]]
+    files: Mapping[str, str],
+    settings: str,
+    commands: list[list[str]],
+    packages: Collection[str] = (),
 ) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="patch-export-") as name:
         folder = Path(name)
@@ -41,6 +48,9 @@ def _run(
             place = folder / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
+            for parent in PurePosixPath(path).parents:
+                if str(parent) in packages:
+                    (folder / parent / "__init__.py").touch()
         for command in commands:
             outcome = subprocess.run(
                 [_ruff(), *command, "--no-cache", "--quiet", *files],

@@ -334,7 +334,11 @@ class FaultyAgent(Agent):
 
 
 class _CutHandshakes(HandshakeClient):
-    """Handshakes that meet silence while the network is cut."""
+    """Handshakes that meet silence while the network is cut.
+
+    One that is under way when the network is whole again goes on, as a connection does
+    whose packets are sent anew.
+    """
 
     def __init__(self, faults: Faults, timeout: float, token: Token | None) -> None:
         super().__init__(timeout, token)
@@ -353,8 +357,13 @@ class _CutHandshakes(HandshakeClient):
             super().start(address, now)
 
     def poll(self, now: float) -> list[Handshake]:
+        cut = self._faults.plan.cut
+        if not cut:
+            for address in self._silent:
+                super().start(address, now)
+            self._silent.clear()
         ended = super().poll(now)
-        if self._faults.plan.cut:
+        if cut:
             ended = [Handshake(e.address, failure="injected: cut") for e in ended]
         for address, due in list(self._silent.items()):
             if now > due:

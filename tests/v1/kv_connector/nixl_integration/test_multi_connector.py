@@ -28,6 +28,8 @@ async def test_many_requests(
     answers = await client.answers(pair.router, asks, at_once=8)
 
     assert references.problems(answers) == []
+    # P hears of what D has received in a later step.
+    await assert_clean(client, pair)
     received = [r for r in await handoffs(pair.decode) if r["outcome"] == "received"]
     assert len(received) == sum(len(ask.prompt) > 1 for ask in asks)
     # Each step that computes a part of a prompt moves it in groups of layers.
@@ -35,4 +37,3 @@ async def test_many_requests(
     assert len(sent) == len(received)
     for record in sent:
         assert record["chunks"] >= LAYER_GROUPS, record
-    await assert_clean(client, pair)
