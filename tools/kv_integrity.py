@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelFailure,
     query,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     GetHandoffs,
     GetIntegrity,
     Report,

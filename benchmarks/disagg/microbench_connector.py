@@ -22,12 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPushConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import AgentName
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import WireError
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Done,
     ReadConfirmed,
     Register,
-    WireError,
     decode_packet,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.role import NixlWorker

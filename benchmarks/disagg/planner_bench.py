@@ -26,11 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.digests import token_dige
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.native import NATIVE, Native
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Shared, pair_regions
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import plan
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
-    RegionInfo,
-    Want,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 DEADLINE_SECONDS = 120.0
 DIGEST_BYTES = 16

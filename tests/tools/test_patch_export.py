@@ -121,8 +121,8 @@ def test_the_last_commit_holds_our_files(series: Path) -> None:
     assert theirs == ours
     assert "setup.py" not in listed
     assert not [name for name in listed if "fork_build" in name]
-    wire = shown(series, last, f"{PACKAGE}/wire.py").splitlines()
-    assert wire[:2] == [adapt.SPDX.strip(), adapt.COPYRIGHT.strip()]
+    codec = shown(series, last, f"{PACKAGE}/wire/codec.py").splitlines()
+    assert codec[:2] == [adapt.SPDX.strip(), adapt.COPYRIGHT.strip()]
     early = shown(series, commits(series)[1], f"{PACKAGE}/__init__.py")
     assert early.rstrip().endswith('"""')
     assert "import" not in early

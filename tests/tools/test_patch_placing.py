@@ -73,7 +73,7 @@ def test_tests_come_with_the_module_that_they_test(
     table, _, placing = ours
     unit = "tests/v1/kv_connector/unit/nixl"
     for module, test in [
-        ("wire.py", "test_wire.py"),
+        ("wire/notifications.py", "test_notifications.py"),
         ("handoff/sender.py", "test_sender.py"),
         ("layout.py", "test_layout.py"),
         ("auth.py", "test_auth.py"),

@@ -41,21 +41,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
     query,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
-    GetRanks,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Hello,
     LeaseRequest,
     Packet,
-    RankInfo,
-    Ranks,
     Refused,
     Register,
     Want,
     decode_packet,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
+    GetRanks,
+    Ranks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    RankInfo,
     decode_rank,
-    encode,
-    pack_blocks,
 )
 
 HANDSHAKES: dict[Side, tuple[str, ...]] = {

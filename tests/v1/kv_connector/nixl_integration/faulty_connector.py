@@ -49,16 +49,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import (
     REPEAT_SECONDS,
     TransferLoop,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
     BlockArray,
+    unpack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import WireError
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Done,
     LeaseGranted,
     LeaseRequest,
     Packet,
     Register,
-    WireError,
     decode_packet,
-    unpack_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.role import NixlWorker
 

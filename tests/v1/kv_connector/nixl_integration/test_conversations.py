@@ -32,7 +32,7 @@ from handoff_workload import MAX_TOKENS, Ask, References, conversations, words
 from pd_launcher import Engine, Mode, Pair
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     Found,
     Lookup,
     Release,

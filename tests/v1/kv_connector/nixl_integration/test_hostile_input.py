@@ -35,16 +35,22 @@ from v1.kv_connector.unit.nixl.arena import Stranger
 from v1.kv_connector.unit.nixl.hostile import PARAMS, bodies, mutations
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode as NixlMode
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
-    GetRanks,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Hello,
     Packet,
     Ping,
-    RankInfo,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
+    GetRanks,
     Ranks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    RankInfo,
     decode_rank,
-    encode,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]

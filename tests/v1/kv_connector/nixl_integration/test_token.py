@@ -70,18 +70,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Accepted,
     Cancel,
     Done,
-    GetFailure,
     HelloAck,
     Message,
     NotNeeded,
     Ping,
     Pong,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
+    GetFailure,
     SideChannelRequest,
-    encode,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300, func_only=True)]

@@ -13,11 +13,15 @@ from handoff_client import side_channel_address
 from pd_launcher import Engine, Pair
 from pd_processes import group_members
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     GetRanks,
-    RankInfo,
     Ranks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    RankInfo,
     decode_rank,
 )
 from warm_engines import SWITCH_VARIABLE, ForkedProcess

@@ -54,12 +54,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelFailure,
     query,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     GetRanks,
-    RankInfo,
     Ranks,
     SideChannelReply,
     SideChannelRequest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    RankInfo,
     decode_rank,
 )
 from warm_engines import WarmEngine

@@ -24,18 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     new_registration_id,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import MemoryRange
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Cancel,
     Hello,
     Message,
     NotNeeded,
-    RankInfo,
     Register,
     Renew,
     Want,
     decode_packet,
-    pack_blocks,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RankInfo
 
 HEARING_S = 10.0
 POLL_S = 0.01

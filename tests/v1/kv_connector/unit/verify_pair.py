@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 32

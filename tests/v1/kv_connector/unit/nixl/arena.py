@@ -44,16 +44,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import TransferLoop
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Hello,
-    Kept,
     Message,
     Packet,
+    Want,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
     RankInfo,
     RegionInfo,
-    Want,
-    encode,
 )
 
 BLOCK_TOKENS = 16

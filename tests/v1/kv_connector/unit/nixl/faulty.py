@@ -25,7 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import blocks_digest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Done,
     LeaseGranted,
     LeaseRequest,
@@ -33,7 +34,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Refused,
     Register,
-    blocks_digest,
 )
 
 

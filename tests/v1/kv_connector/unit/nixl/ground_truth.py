@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import (
     readers,
     sources,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     LeaseGranted,
     ReadConfirmed,
 )

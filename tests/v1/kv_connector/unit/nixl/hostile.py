@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Accepted,
     Cancel,
     Cancelled,

@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     LeaseGranted,
     LeaseRequest,
     ReadConfirmed,

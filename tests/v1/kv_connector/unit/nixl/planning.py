@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import (
     Shared,
     pair_regions,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RegionInfo, Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 UNTOLD = Want(0, 0, 0, b"")
 """For regions that do not tell how many tokens a page has."""

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.memory import (
     kv_memory,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.support import check_supported
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RankInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RankInfo
 from vllm.platforms.interface import Platform, PlatformEnum
 
 LAYERS = tuple(Layer(f"l{index}", 4, 8) for index in range(2))

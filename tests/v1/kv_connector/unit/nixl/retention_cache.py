@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import Pin
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.retention import (
     Retention,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 TTL = 100.0

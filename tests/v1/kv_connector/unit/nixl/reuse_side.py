@@ -36,10 +36,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import StatsCollector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    Kept,
-    encode,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 

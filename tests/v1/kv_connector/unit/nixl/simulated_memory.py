@@ -31,13 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.serving import (
     sources_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import heads_of
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
-    BlockArray,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
     Plane,
     ProcessInfo,
     RankInfo,
-    Want,
 )
 
 Bytes = npt.NDArray[np.uint8]

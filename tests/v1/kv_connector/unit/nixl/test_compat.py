@@ -13,13 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     EngineId,
     Mode,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
     ProcessInfo,
     RankInfo,
     RegionInfo,
-    decode_rank,
-    encode,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.facts import layout_facts
 
@@ -48,10 +48,6 @@ def _there(**changes: Any) -> RankInfo:
 
 def _regions(**changes: Any) -> tuple[RegionInfo, ...]:
     return (REGION, msgspec.structs.replace(HERE.regions[1], **changes))
-
-
-def test_a_rank_is_described_on_the_wire() -> None:
-    assert decode_rank(encode(HERE)) == HERE
 
 
 def test_equals_exchange_kv() -> None:

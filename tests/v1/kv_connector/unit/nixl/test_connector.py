@@ -64,14 +64,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     query,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
     Ranks,
     Report,
-    encode,
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput

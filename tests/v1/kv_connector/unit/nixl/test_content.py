@@ -15,13 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.content import (
     ContentIndex,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    DIGEST_BYTES,
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import DIGEST_BYTES
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
+    WireError,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     Found,
     Kept,
-    WireError,
     decode_reply,
-    encode,
 )
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (

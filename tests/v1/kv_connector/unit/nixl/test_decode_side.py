@@ -60,7 +60,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.records import Records
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import StatsCollector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 from vllm.v1.outputs import KVConnectorOutput
 
 T = TransferId("t")

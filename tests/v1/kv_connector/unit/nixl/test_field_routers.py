@@ -40,7 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     parse_params,
     prefill_result,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 from vllm.v1.request import Request, RequestStatus
 
 pytestmark = pytest.mark.timeout(90)

@@ -43,33 +43,39 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
     query,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import unpack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     MAX_PACKET_BYTES,
     PROTOCOL_VERSION,
+    WireError,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
+    Goodbye,
+    Hello,
+    Packet,
+    decode_packet,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     Found,
     GetFailure,
     GetHandoffs,
     GetIntegrity,
     GetRanks,
-    Goodbye,
-    Hello,
     Kept,
     Lookup,
-    Packet,
-    ProcessInfo,
-    RankInfo,
     Ranks,
-    RegionInfo,
     Release,
     Report,
     SideChannelError,
-    WireError,
-    decode_packet,
-    decode_rank,
     decode_reply,
     decode_request,
-    encode,
-    unpack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    ProcessInfo,
+    RankInfo,
+    RegionInfo,
+    decode_rank,
 )
 
 THOROUGH = settings(

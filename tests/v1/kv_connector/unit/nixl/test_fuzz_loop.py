@@ -58,15 +58,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelServer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Cancelled,
     Done,
     Hello,
     LeaseGranted,
     Ping,
     Refused,
-    encode,
-    pack_blocks,
 )
 
 EXAMPLES = settings(

@@ -33,20 +33,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.process import this_proce
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Address,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     MAX_REASON_CHARS,
+    encode,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Goodbye,
     LeaseRequest,
     Ping,
-    ProcessInfo,
-    Ranks,
-    RegionInfo,
     Register,
-    SideChannelError,
-    encode,
-    pack_blocks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Report as Answer
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
+    Ranks,
+    SideChannelError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
+    Report as Answer,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    ProcessInfo,
+    RegionInfo,
+)
 
 # ---- descriptions of a peer
 

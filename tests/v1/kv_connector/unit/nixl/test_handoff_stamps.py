@@ -53,15 +53,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.timeline import (
     Stage,
     Stamps,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
+    blocks_digest,
+    pack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Done,
     LeaseGranted,
     LeaseRequest,
     ReadDone,
     Register,
     Want,
-    blocks_digest,
-    pack_blocks,
 )
 
 pytestmark = pytest.mark.timeout(90)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
     LayerShape,
     describe,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
 
 NUM_BLOCKS, HEADS, TOKENS, SIZE = 8, 2, 4, 6
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.idling import (
     READ_SECONDS,
     WAIT_SECONDS,

@@ -23,7 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
+    blocks_digest,
+    unpack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Cancelled,
     LeaseGranted,
     LeaseRequest,
@@ -32,8 +36,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Refused,
     Want,
-    blocks_digest,
-    unpack_blocks,
 )
 
 BLOCK = 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of layers, as a forward pass goes through them."""
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RegionInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.layer_parts import (
     LayerParts,
 )

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
     describe,
     parts_of_regions,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RegionInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 BLOCKS = 6
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pairing import (
     PairingError,
     shared_pieces,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RegionInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker.packing import CpuPacking
 from vllm.platforms import current_platform
 

@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.compat import refusal
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Lists, pair_ranks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pairing import PairingError
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import plan
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import RankInfo, Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RankInfo
 
 LAYERS = tuple(Layer(f"l{i}", 4, 8) for i in range(4))
 LATENTS = tuple(Layer(f"l{i}", 1, 8) for i in range(4))

@@ -14,7 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.peers import (
     SETTLE_SECONDS,
     PeerDirectory,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import ProcessInfo, RankInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
+    ProcessInfo,
+    RankInfo,
+)
 
 pytestmark = pytest.mark.timeout(30)
 

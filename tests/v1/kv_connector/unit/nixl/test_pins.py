@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.pins import (
     PinBoard,
     PinState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id

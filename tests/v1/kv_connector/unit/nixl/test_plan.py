@@ -13,11 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import (
     PlanError,
     plan,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
-    RegionInfo,
-    Want,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 HERE, THERE = 20, 30
 PAGE = 64

@@ -20,10 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.native import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pages import Pages
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.plan import PlanError, plan
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
-    RegionInfo,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 PAGE = 64
 Tables = tuple[list[BlockArray], list[BlockArray]]

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.process import (
     this_process,
     why_not_copied,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import ProcessInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import ProcessInfo
 
 PATIENCE_S = 20.0
 
@@ -167,8 +167,9 @@ def test_the_memory_of_a_child_can_be_reached(child: Callable[..., Child]) -> No
 ASK = """
 import sys
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import process, wire
-remote = wire.ProcessInfo(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import process
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import ProcessInfo
+remote = ProcessInfo(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 print(process.why_not_copied(process.this_process(), remote, int(sys.argv[4])))
 """
 

@@ -35,8 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
     BlockArray,
+    blocks_digest,
+    pack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Cancel,
     Done,
     LeaseGranted,
@@ -45,8 +49,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     ReadDone,
     Register,
     Want,
-    blocks_digest,
-    pack_blocks,
 )
 
 REPEAT = 2.0

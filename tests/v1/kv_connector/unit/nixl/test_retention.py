@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.retention import (
     MAX_NAMES_OF_A_TURN,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 

@@ -41,14 +41,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.params import EarlierTurn
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Address,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     Found,
     Kept,
     Ranks,
     Report,
     SideChannelError,
-    Want,
-    encode,
 )
 
 pytestmark = pytest.mark.timeout(90)

@@ -23,7 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
+    blocks_digest,
+    pack_blocks,
+    unpack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Accepted,
     Cancelled,
     Finished,
@@ -35,9 +40,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Refused,
     Register,
     Want,
-    blocks_digest,
-    pack_blocks,
-    unpack_blocks,
 )
 
 BLOCK = 4

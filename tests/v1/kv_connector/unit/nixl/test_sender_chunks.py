@@ -24,7 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Accepted,
     Cancelled,
     Finished,
@@ -34,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Refused,
     Register,
     Want,
-    pack_blocks,
 )
 
 BLOCK = 4

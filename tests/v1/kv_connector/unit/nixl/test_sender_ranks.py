@@ -20,7 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import (
+    blocks_digest,
+    pack_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Accepted,
     Cancelled,
     Finished,
@@ -32,8 +36,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     Refused,
     Register,
     Want,
-    blocks_digest,
-    pack_blocks,
 )
 
 LEASE = 30.0

@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import (
     RegistrationId,
     TransferId,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import pack_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import (
     Register,
     Want,
-    pack_blocks,
 )
 
 LEASE = 30.0

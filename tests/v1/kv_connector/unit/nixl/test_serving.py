@@ -13,8 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.serving import (
     sources_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.topology import TopologyError
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import (
     PROTOCOL_VERSION,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
     ProcessInfo,
     RankInfo,
     RegionInfo,

@@ -28,7 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     endpoint,
     query,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     GetFailure,
     GetHandoffs,
     GetIntegrity,
@@ -38,7 +39,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
     SideChannelError,
     SideChannelReply,
     decode_reply,
-    encode,
 )
 
 pytestmark = pytest.mark.timeout(60)

@@ -54,7 +54,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.layout import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.staged_loop import StagedLoop
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfer_loop import TransferLoop
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray, Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 
 pytestmark = pytest.mark.timeout(90)
 

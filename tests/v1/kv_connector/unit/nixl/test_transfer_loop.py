@@ -48,11 +48,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace, PendingOffer
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
-    RegionInfo,
-    Want,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
     SenderClosed,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 
 pytestmark = pytest.mark.timeout(60)
 

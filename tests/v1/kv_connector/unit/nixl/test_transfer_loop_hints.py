@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import Hint
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -40,7 +40,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.attempts import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.kept import new_name
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import Mode, TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.orders import Pace
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import BlockArray, Want
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.notifications import Want
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -32,10 +32,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transfers import (
     TransferEnded,
     TransferPool,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
-    BlockArray,
-    RegionInfo,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.blocks import BlockArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import RegionInfo
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.transport_facts import (
     described,
     transport_facts,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.ranks import (
     RankInfo,
     decode_rank,
-    encode,
 )
 
 

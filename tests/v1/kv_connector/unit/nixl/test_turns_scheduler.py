@@ -45,7 +45,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler.role import (
     NixlScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import Kept, encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import Kept
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler

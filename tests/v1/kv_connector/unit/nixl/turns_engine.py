@@ -40,14 +40,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.handoff.actions import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.ids import TransferId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import query
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.codec import encode
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.wire.questions import (
     Found,
     GetIntegrity,
     Kept,
     Lookup,
     Release,
     Report,
-    encode,
 )
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus

@@ -18,7 +18,8 @@ from vllm.logger import init_logger
 
 from .ids import AgentName
 from .layout import MemoryRange, Row
-from .wire import BlockArray, printable
+from .wire.blocks import BlockArray
+from .wire.codec import printable
 
 logger = init_logger(__name__)
 

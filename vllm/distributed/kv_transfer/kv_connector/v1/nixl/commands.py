@@ -21,7 +21,7 @@ from .handoff.attempts import ReceiveRequest
 from .ids import RegistrationId, TransferId
 from .later import Later
 from .side_channel import Address
-from .wire import BlockArray
+from .wire.blocks import BlockArray
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,6 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One worker's encoded :class:`~.wire.RankInfo`, for the side channel."""
+    """One worker's encoded :class:`~.wire.ranks.RankInfo`, for the side channel."""
 
     rank_info: bytes

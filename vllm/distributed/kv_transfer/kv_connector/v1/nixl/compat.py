@@ -7,7 +7,8 @@ from .pages import pair_ranks
 from .pairing import PairingError
 from .serving import layers_of
 from .topology import TopologyError
-from .wire import PROTOCOL_VERSION, RankInfo, printable
+from .wire.codec import PROTOCOL_VERSION, printable
+from .wire.ranks import RankInfo
 
 MAX_PAGES = 2**31 - 1
 """Pages of all regions of a rank: their numbers are int32."""

@@ -23,7 +23,9 @@ from .peers import Peer, PeerDirectory, Prepared
 from .process import why_not_copied
 from .side_channel import Address, Handshake, HandshakeClient
 from .topology import TopologyError
-from .wire import Hello, RankInfo, WireError, decode_rank, encode
+from .wire.codec import WireError, encode
+from .wire.notifications import Hello
+from .wire.ranks import RankInfo, decode_rank
 
 logger = init_logger(__name__)
 

@@ -17,7 +17,8 @@ import torch
 
 from .layout import parts_of_regions
 from .orders import Fence
-from .wire import BlockArray, RegionInfo
+from .wire.blocks import BlockArray
+from .wire.ranks import RegionInfo
 
 CopyOperation: TypeAlias = Callable[
     [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .wire import Plane, RegionInfo
+from .wire.ranks import Plane, RegionInfo
 
 
 class LayoutError(ValueError):

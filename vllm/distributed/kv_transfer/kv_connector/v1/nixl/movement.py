@@ -16,7 +16,9 @@ from .plan import PlanError, plan
 from .stats import StatsCollector
 from .topology import TopologyError
 from .transfers import TransferEnded, TransferPool
-from .wire import PROTOCOL_VERSION, Done, Packet, RankInfo, encode
+from .wire.codec import PROTOCOL_VERSION, encode
+from .wire.notifications import Done, Packet
+from .wire.ranks import RankInfo
 
 logger = init_logger(__name__)
 

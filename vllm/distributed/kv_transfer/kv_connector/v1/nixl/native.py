@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, cast
 
 from vllm.logger import init_logger
 
-from .wire import BlockArray
+from .wire.blocks import BlockArray
 
 logger = init_logger(__name__)
 

@@ -12,7 +12,7 @@ import re
 
 import msgspec
 
-from .wire import PROTOCOL_VERSION
+from .wire.codec import PROTOCOL_VERSION
 
 ANSWER_FRAMES = 2
 """An empty one and the answer; the base's listener sends more."""

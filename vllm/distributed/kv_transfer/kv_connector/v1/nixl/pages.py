@@ -24,7 +24,8 @@ from .layout import Row, parts_of_regions
 from .pairing import PairingError, Pieces, shared_pieces
 from .serving import shape_of
 from .topology import heads_of, slices
-from .wire import BlockArray, RankInfo, RegionInfo
+from .wire.blocks import BlockArray
+from .wire.ranks import RankInfo, RegionInfo
 
 INDEX_LIMIT = 2**31
 """NIXL takes indices as int32."""
@@ -82,7 +83,7 @@ class GroupPages:
     """What is moved of a KV cache group.
 
     ``unit_bytes`` are moved of each unit of ``unit`` tokens. ``runs`` counts rows that
-    are alike. ``window`` is as for :class:`~.wire.RegionInfo`.
+    are alike. ``window`` is as for :class:`~.wire.ranks.RegionInfo`.
     """
 
     local: SidePages

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .wire import Plane, RegionInfo
+from .wire.ranks import Plane, RegionInfo
 
 MAX_PIECES = 1 << 16
 """Pieces of one page. A description that needs more is not believed."""

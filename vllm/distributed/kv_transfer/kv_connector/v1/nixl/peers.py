@@ -15,7 +15,7 @@ from .pairing import PairingError
 from .process import is_gone
 from .serving import count_readers, idle_of, sources_of
 from .side_channel import Address
-from .wire import RankInfo
+from .wire.ranks import RankInfo
 
 logger = init_logger(__name__)
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from .native import NATIVE, Native, Table
 from .pages import GroupPages, Pages, Run, SidePages
-from .wire import BlockArray, Want
+from .wire.blocks import BlockArray
+from .wire.notifications import Want
 
 
 class PlanError(ValueError):

@@ -10,7 +10,7 @@ import errno
 import os
 from pathlib import Path
 
-from .wire import ProcessInfo
+from .wire.ranks import ProcessInfo
 
 _STATE, _THREADS, _START = 0, 17, 19
 """Places in :func:`_stat`: state, number of threads, start in ticks since boot."""

@@ -9,7 +9,7 @@ from . import topology
 from .agent import AgentError
 from .ids import AgentName
 from .topology import RankShape, TopologyError
-from .wire import RankInfo
+from .wire.ranks import RankInfo
 
 
 def shape_of(info: RankInfo) -> RankShape:

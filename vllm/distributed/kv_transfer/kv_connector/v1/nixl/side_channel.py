@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from .auth import Token
 from .ids import TransferId
 from .others import ANSWER_FRAMES, NO_ANSWER, other_asker
-from .wire import (
-    MAX_PACKET_BYTES,
+from .wire.codec import MAX_PACKET_BYTES, WireError, encode, printable
+from .wire.questions import (
     Found,
     GetFailure,
     GetHandoffs,
@@ -30,20 +30,16 @@ from .wire import (
     GetRanks,
     Kept,
     Lookup,
-    RankInfo,
     Ranks,
     Release,
     Report,
     SideChannelError,
     SideChannelReply,
     SideChannelRequest,
-    WireError,
-    decode_rank,
     decode_reply,
     decode_request,
-    encode,
-    printable,
 )
+from .wire.ranks import RankInfo, decode_rank
 
 logger = init_logger(__name__)
 

@@ -38,7 +38,8 @@ from .ids import AgentName, Mode, RegistrationId, TransferId
 from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
 from .transfer_loop import TransferLoop
-from .wire import LeaseRequest, Message, RankInfo, Refused
+from .wire.notifications import LeaseRequest, Message, Refused
+from .wire.ranks import RankInfo
 
 logger = init_logger(__name__)
 

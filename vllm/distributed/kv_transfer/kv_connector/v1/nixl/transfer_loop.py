@@ -58,8 +58,8 @@ from .peers import Peer
 from .side_channel import Address
 from .stats import StatsCollector
 from .transfers import TransferEnded
-from .wire import (
-    PROTOCOL_VERSION,
+from .wire.codec import PROTOCOL_VERSION, WireError, encode, printable
+from .wire.notifications import (
     Cancel,
     Goodbye,
     HelloAck,
@@ -69,17 +69,14 @@ from .wire import (
     Packet,
     Ping,
     Pong,
-    RankInfo,
     ReadConfirmed,
     ReadDone,
     Refused,
     Register,
     Renew,
-    WireError,
     decode_packet,
-    encode,
-    printable,
 )
+from .wire.ranks import RankInfo
 
 logger = init_logger(__name__)
 

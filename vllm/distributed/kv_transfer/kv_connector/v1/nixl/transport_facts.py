@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .wire import RankInfo, printable
+from .wire.codec import printable
+from .wire.ranks import RankInfo
 
 _TOLD_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER", "FI_EFA_IFACE")
 _RDMA_DEVICES = Path("/sys/class/infiniband")

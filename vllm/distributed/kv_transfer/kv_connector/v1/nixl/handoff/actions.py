@@ -10,7 +10,8 @@ import numpy as np
 from ..ids import AgentName, RegistrationId, TransferId
 from ..later import Later
 from ..timeline import Stamps
-from ..wire import BlockArray, Message, Want
+from ..wire.blocks import BlockArray
+from ..wire.notifications import Message, Want
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,8 @@ from enum import Enum, auto
 
 from ..ids import AgentName, Mode, RegistrationId, TransferId
 from ..timeline import Stage, Stamps
-from ..wire import (
-    BlockArray,
-    Done,
-    LeaseGranted,
-    ReadDone,
-    Want,
-    blocks_digest,
-)
+from ..wire.blocks import BlockArray, blocks_digest
+from ..wire.notifications import Done, LeaseGranted, ReadDone, Want
 from .actions import TransferSize
 
 MAX_PIECES = 1 << 20

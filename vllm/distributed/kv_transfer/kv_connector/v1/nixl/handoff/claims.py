@@ -9,16 +9,14 @@ from typing import TypeAlias
 from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage as Reached
 from ..timeline import Stamps
-from ..wire import (
-    BlockArray,
+from ..wire.blocks import BlockArray, blocks_digest, pack_blocks
+from ..wire.notifications import (
     Cancelled,
     Finished,
     LeaseGranted,
     ReadDone,
     Refused,
     Want,
-    blocks_digest,
-    pack_blocks,
 )
 from .actions import CloseReason, Offer, SenderClosed, StartWrite, TransferSize
 from .computed import Computed

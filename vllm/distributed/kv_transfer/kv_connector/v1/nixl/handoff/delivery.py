@@ -4,7 +4,8 @@
 from typing import TypeAlias
 
 from ..ids import AgentName
-from ..wire import (
+from ..wire.codec import printable
+from ..wire.notifications import (
     Accepted,
     Cancel,
     Cancelled,
@@ -18,7 +19,6 @@ from ..wire import (
     Refused,
     Register,
     Renew,
-    printable,
 )
 from .actions import Action
 from .kept import KeptTable

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..ids import KEPT_PREFIX, AgentName, RegistrationId, TransferId
-from ..wire import (
+from ..wire.notifications import (
     Cancelled,
     LeaseRequest,
     ReadConfirmed,

@@ -29,17 +29,15 @@ from collections.abc import Sequence
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage
-from ..wire import (
-    BlockArray,
+from ..wire.blocks import BlockArray, pack_blocks, unpack_blocks
+from ..wire.codec import WireError
+from ..wire.notifications import (
     Cancel,
     Done,
     LeaseGranted,
     LeaseRequest,
     Message,
     Register,
-    WireError,
-    pack_blocks,
-    unpack_blocks,
 )
 from .actions import (
     Action,

@@ -29,7 +29,9 @@ from collections.abc import Iterable
 
 from ..ids import AgentName, RegistrationId, TransferId
 from ..timeline import Stage as Reached
-from ..wire import (
+from ..wire.blocks import unpack_blocks
+from ..wire.codec import WireError
+from ..wire.notifications import (
     Accepted,
     Cancelled,
     Finished,
@@ -38,8 +40,6 @@ from ..wire import (
     ReadDone,
     Refused,
     Register,
-    WireError,
-    unpack_blocks,
 )
 from .actions import (
     Action,

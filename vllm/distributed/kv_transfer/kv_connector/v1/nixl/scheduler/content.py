@@ -14,7 +14,8 @@ import numpy as np
 
 from ..digests import token_digest, token_digests
 from ..ids import TransferId
-from ..wire import DIGEST_BYTES, Kept
+from ..wire.blocks import DIGEST_BYTES
+from ..wire.questions import Kept
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -18,7 +18,7 @@ from ..params import DecodeParams, Whereabouts, external_id
 from ..prompt import later_digest
 from ..side_channel import Address
 from ..timeline import Stage, Timeline
-from ..wire import Want
+from ..wire.notifications import Want
 from .loads import Loads, OnFailure, Purpose
 from .records import HandoffRecord, Records
 

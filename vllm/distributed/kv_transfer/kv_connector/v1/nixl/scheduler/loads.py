@@ -28,7 +28,8 @@ from ..params import Whereabouts
 from ..side_channel import Address
 from ..stats import StatsCollector
 from ..timeline import Timeline
-from ..wire import BlockArray, Want
+from ..wire.blocks import BlockArray
+from ..wire.notifications import Want
 from .pins import Block, Pin, PinBoard, PinState, block_ids
 from .prefill import LINGER_SECONDS
 from .records import HandoffRecord, Records

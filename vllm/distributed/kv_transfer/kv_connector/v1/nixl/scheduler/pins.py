@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from ..later import Later
-from ..wire import BlockArray
+from ..wire.blocks import BlockArray
 
 STEP_BLOCKS = 128
 """Blocks that a step gives back of those that were released before."""

@@ -20,7 +20,7 @@ import numpy as np
 from ..commands import Command, Keep, Retire
 from ..handoff.actions import Offer, SenderClosed
 from ..ids import TransferId
-from ..wire import Kept
+from ..wire.questions import Kept
 from .patience import is_recent
 from .pins import Pin, PinBoard, PinState
 from .prefill import LINGER_SECONDS

@@ -23,7 +23,8 @@ from ..ids import Mode, RequestId, TransferId
 from ..params import EarlierTurn
 from ..side_channel import Address, Exchange, Exchanges
 from ..timeline import Stage, Timeline
-from ..wire import Found, Kept, Lookup, Want
+from ..wire.notifications import Want
+from ..wire.questions import Found, Kept, Lookup
 from .content import ContentIndex
 from .loads import Loads, OnFailure, Purpose
 from .records import HandoffRecord, Records

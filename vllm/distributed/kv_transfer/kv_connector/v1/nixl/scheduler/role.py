@@ -45,7 +45,8 @@ from ..side_channel import SideChannelFailure, SideChannelServer
 from ..stats import NixlKVConnectorStats, StatsCollector
 from ..timeline_trace import TraceFile
 from ..transport_facts import described
-from ..wire import Kept, decode_rank
+from ..wire.questions import Kept
+from ..wire.ranks import decode_rank
 from .content import ContentIndex
 from .decode import DecodeSide
 from .journal import Journal

@@ -14,7 +14,7 @@ from ..handoff.actions import SenderClosed
 from ..handoff.kept import new_name
 from ..ids import Mode, RequestId, TransferId
 from ..params import DecodeParams, EarlierTurn, PrefillAddress, retention_result
-from ..wire import Kept
+from ..wire.questions import Kept
 from .content import ContentIndex
 from .loads import Loads
 from .pins import PinBoard

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 
 from ..layout import parts_of_regions
-from ..wire import RegionInfo
+from ..wire.ranks import RegionInfo
 
 
 class LayerParts:

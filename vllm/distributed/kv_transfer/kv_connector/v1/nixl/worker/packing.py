@@ -17,7 +17,7 @@ import torch
 
 from vllm import _custom_ops as ops
 
-from ..wire import Plane
+from ..wire.ranks import Plane
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 

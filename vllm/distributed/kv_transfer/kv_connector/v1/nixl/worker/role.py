@@ -47,7 +47,8 @@ from ..staged_loop import StagedLoop
 from ..stats import NixlKVConnectorStats
 from ..transfer_loop import TransferLoop
 from ..transport_facts import transport_facts
-from ..wire import PROTOCOL_VERSION, RankInfo, encode
+from ..wire.codec import PROTOCOL_VERSION, encode
+from ..wire.ranks import RankInfo
 from .facts import compat_facts, layout_facts
 from .fence import compute_fence, copy_stream
 from .idling import Idling

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..layout import LayerShape, dense
 from ..topology import TopologyError, heads_of
-from ..wire import Plane
+from ..wire.ranks import Plane
 from .packing import CpuPacking
 
 Packing: TypeAlias = Callable[[int, int], tuple[Plane, ...]]
