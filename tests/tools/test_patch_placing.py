@@ -75,6 +75,7 @@ def test_tests_come_with_the_module_that_they_test(
     for module, test in [
         ("wire/notifications.py", "test_notifications.py"),
         ("handoff/sender.py", "test_sender.py"),
+        ("handoff/desk.py", "test_desk.py"),
         ("layout.py", "test_layout.py"),
         ("auth.py", "test_auth.py"),
         ("transfer_loop.py", "test_transfer_loop.py"),

@@ -47,8 +47,8 @@ class FreesOnTheLease(SenderTable):
                 continue
             for claim in list(handoff.claims.values()):
                 answer = Refused(claim.registration_id, "expired")
-                actions += self._end(handoff, claim, answer)
-            actions += self._close(handoff, CloseReason.EXPIRED, now)
+                actions += self._desk.end(handoff, claim, answer)
+            actions += self._desk.close(handoff, CloseReason.EXPIRED, now)
         return actions + super().tick(now)
 
 
@@ -117,7 +117,7 @@ class WithdrawsUnderReaders(SenderTable):
         handoff = self._handoffs.get(transfer_id)
         for claim in list(handoff.claims.values()) if handoff else ():
             if claim.state is ClaimState.LEASED and handoff is not None:
-                self._end(handoff, claim, Refused(claim.registration_id, reason))
+                self._desk.end(handoff, claim, Refused(claim.registration_id, reason))
         return super().withdraw(transfer_id, reason, now)
 
 

@@ -9,6 +9,7 @@ from .claims import Claim, ClaimKey, Handoff, Stage
 from .history import History
 
 HISTORY = 8192
+MAX_HANDOFFS = 65536
 
 
 class HandoffBook:
@@ -31,6 +32,11 @@ class HandoffBook:
 
     def __contains__(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._handoffs
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody's word but the scheduler side's opens another one."""
+        return len(self._handoffs) >= MAX_HANDOFFS
 
     def values(self) -> list[Handoff]:
         """All open hand-offs."""

@@ -32,7 +32,6 @@ from ..timeline import Stage as Reached
 from ..wire.blocks import unpack_blocks
 from ..wire.codec import WireError
 from ..wire.notifications import (
-    Accepted,
     Cancelled,
     Finished,
     LeaseRequest,
@@ -51,30 +50,19 @@ from .actions import (
     SenderClosed,
     TransferSize,
 )
-from .book import HISTORY, HandoffBook
+from .book import HandoffBook
 from .claims import (
     Answer,
     Claim,
-    ClaimKey,
     ClaimState,
-    Handoff,
     Stage,
     answer_to_written,
-    grant,
     is_early,
     is_of,
-    next_writes,
     share,
-    unfit,
-    why_closed,
 )
 from .computed import Computed
-from .history import History
-
-MAX_CLAIMS_PER_HANDOFF = 4096
-MAX_HANDOFFS = 65536
-MAX_CLAIMED_BLOCKS = 1 << 26
-"""Block ids that all claims together may hold: 256 MiB."""
+from .desk import ClaimDesk
 
 
 class SenderTable:
@@ -91,9 +79,8 @@ class SenderTable:
         self._lease = lease
         self._block_size = block_size
         self._handoffs = HandoffBook(lease)
-        self._outcomes: History[ClaimKey, Answer] = History(HISTORY)
+        self._desk = ClaimDesk(self._handoffs, lease, block_size)
         self._offered_at = float("-inf")
-        self._ending: str | None = None
 
     # ---- what the scheduler side says
 
@@ -146,8 +133,8 @@ class SenderTable:
         actions: list[Action] = []
         if handoff.withdrawn is None:
             for claim in list(handoff.claims.values()):
-                actions += self._serve(handoff, claim, now)
-        actions += self._close_if_over(handoff, now)
+                actions += self._desk.serve(handoff, claim, now)
+        actions += self._desk.close_if_over(handoff, now)
         return actions
 
     def retract(self, transfer_id: TransferId, generation: int) -> list[Action]:
@@ -177,20 +164,20 @@ class SenderTable:
         actions: list[Action] = []
         for claim in list(handoff.claims.values()):
             if claim.state is ClaimState.WAITING:
-                actions += self._refuse(handoff, claim, reason)
-        actions += self._close_if_over(handoff, now)
+                actions += self._desk.refuse(handoff, claim, reason)
+        actions += self._desk.close_if_over(handoff, now)
         return actions
 
     def wind_up(self, reason: str, now: float) -> list[Action]:
         """Nothing is computed any more: refuse all but what is computed already."""
-        self._ending = reason
+        self._desk.refuse_unknown(reason)
         actions: list[Action] = []
         for handoff in self._handoffs.values():
             if handoff.stage is Stage.EXPECTED:
                 actions += self.withdraw(handoff.transfer_id, reason, now)
             elif handoff.stage is Stage.AWAITED:
                 for claim in list(handoff.claims.values()):
-                    actions += self._refuse(handoff, claim, reason)
+                    actions += self._desk.refuse(handoff, claim, reason)
                 self._handoffs.forget(handoff, reason)
         return actions
 
@@ -206,16 +193,16 @@ class SenderTable:
         except WireError as error:
             if self._handoffs.claim(key) is not None:
                 return []
-            return self._reject(key, str(error))
+            return self._desk.reject(key, str(error))
         claim = Claim(msg.registration_id, peer, msg.want, blocks, now)
-        return self._claim(msg.transfer_id, claim, readers)
+        return self._desk.claim(msg.transfer_id, claim, readers)
 
     def lease_request(
         self, peer: AgentName, msg: LeaseRequest, now: float, readers: int = 1
     ) -> list[Action]:
         """A rank of D wants to read."""
         claim = Claim(msg.registration_id, peer, msg.want, None, now)
-        return self._claim(msg.transfer_id, claim, readers)
+        return self._desk.claim(msg.transfer_id, claim, readers)
 
     def cancel(
         self,
@@ -232,18 +219,18 @@ class SenderTable:
         key, answer = (peer, registration_id), Cancelled(registration_id)
         found = self._handoffs.claim(key)
         if found is None:
-            if self._outcomes.get(key) is not None:
+            if self._desk.outcome(key) is not None:
                 return [Send(peer, answer)]
             # The cancellation has overtaken its registration, which must be
             # refused when it comes.
-            self._outcomes.put(key, answer)
+            self._desk.settle(key, answer)
             return [Send(peer, answer), *self.not_needed(transfer_id, 1, now, readers)]
         handoff, claim = found
         if claim.state is ClaimState.WRITING:
             claim.cancel_requested = True
             return []
-        actions = self._end(handoff, claim, answer)
-        return actions + self._close_if_over(handoff, now)
+        actions = self._desk.end(handoff, claim, answer)
+        return actions + self._desk.close_if_over(handoff, now)
 
     def not_needed(
         self, transfer_id: TransferId, receivers: int, now: float, readers: int = 1
@@ -253,12 +240,12 @@ class SenderTable:
         if handoff is None:
             if self._handoffs.why_closed(transfer_id) is not None:
                 return []
-            if len(self._handoffs) >= MAX_HANDOFFS:
+            if self._handoffs.is_full:
                 return []
             handoff = self._handoffs.open(transfer_id, now)
         handoff.ended += share(receivers, readers)
         handoff.released |= receivers == 0
-        return self._close_if_over(handoff, now)
+        return self._desk.close_if_over(handoff, now)
 
     def renew(self, transfer_ids: Iterable[TransferId], now: float) -> None:
         """Decode requests still wait to ask for these.
@@ -280,10 +267,12 @@ class SenderTable:
         """D's READ has ended. It counts only if the blocks were still leased."""
         key = peer, msg.registration_id
         actions: list[Action] = []
-        outcome = self._outcomes.get(key)
+        outcome = self._desk.outcome(key)
         found = self._handoffs.claim(key)
         if found is None and outcome is None and msg.ok:
-            actions += self._claim_late(peer, msg, now, readers)
+            # The LeaseRequest before this was lost, or has been overtaken.
+            late = Claim(msg.registration_id, peer, msg.want, None, now)
+            actions += self._desk.claim_known(msg.transfer_id, late, readers)
             found = self._handoffs.claim(key)
         if found is None:
             read = isinstance(outcome, Finished)
@@ -308,8 +297,8 @@ class SenderTable:
             else Refused(msg.registration_id, "the READ failed or outlived its lease")
         )
         actions.append(Send(peer, ReadConfirmed(msg.registration_id, valid)))
-        self._end(handoff, claim, answer)
-        return actions + self._close_if_over(handoff, now)
+        self._desk.end(handoff, claim, answer)
+        return actions + self._desk.close_if_over(handoff, now)
 
     # ---- what the transport says
 
@@ -348,11 +337,11 @@ class SenderTable:
             return actions
         if isinstance(answer, Finished):
             handoff.provided(claim)
-        told = self._end(handoff, claim, answer)
+        told = self._desk.end(handoff, claim, answer)
         if not claim.abandoned and not isinstance(answer, Finished):
             # Else the last piece has carried the news itself, or nobody listens.
             actions += told
-        return actions + self._close_if_over(handoff, now)
+        return actions + self._desk.close_if_over(handoff, now)
 
     def peer_lost(self, peer: AgentName, now: float) -> list[Action]:
         """``peer`` does not answer, but may still read."""
@@ -373,8 +362,8 @@ class SenderTable:
                 if claim.state is ClaimState.WRITING:
                     claim.abandoned = True
                 elif claim.state in states:
-                    self._refuse(handoff, claim, "the decode engine was lost")
-            actions += self._close_if_over(handoff, now)
+                    self._desk.refuse(handoff, claim, "the decode engine was lost")
+            actions += self._desk.close_if_over(handoff, now)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -383,11 +372,11 @@ class SenderTable:
         for handoff in self._handoffs.values():
             for claim in list(handoff.claims.values()):
                 if claim.state is ClaimState.LEASED and now > claim.lease_end:
-                    self._refuse(handoff, claim, "the lease has ended")
+                    self._desk.refuse(handoff, claim, "the lease has ended")
                     handoff.lapsed = True
             if now > handoff.deadline and not handoff.claims:
                 if handoff.stage is Stage.OFFERED:
-                    actions += self._close(handoff, CloseReason.EXPIRED, now)
+                    actions += self._desk.close(handoff, CloseReason.EXPIRED, now)
                 elif handoff.stage is Stage.AWAITED:
                     self._handoffs.forget(handoff, "no prefill request came for it")
             elif handoff.stage is Stage.AWAITED and now > handoff.deadline:
@@ -396,10 +385,10 @@ class SenderTable:
                     f"arrived within {self._lease:g} s"
                 )
                 for claim in list(handoff.claims.values()):
-                    actions += self._refuse(handoff, claim, reason)
+                    actions += self._desk.refuse(handoff, claim, reason)
                 self._handoffs.forget(handoff, reason)
             else:
-                actions += self._close_if_over(handoff, now)
+                actions += self._desk.close_if_over(handoff, now)
         return actions
 
     # ---- what the shell asks
@@ -454,109 +443,3 @@ class SenderTable:
             if handoff.stage is Stage.EXPECTED
             for claim in handoff.claims.values()
         )
-
-    def _claim_late(
-        self, peer: AgentName, msg: ReadDone, now: float, readers: int
-    ) -> list[Action]:
-        """The LeaseRequest before this was lost, or has been overtaken."""
-        if self._handoffs.find(msg.transfer_id) is None:
-            return []
-        claim = Claim(msg.registration_id, peer, msg.want, None, now)
-        return self._claim(msg.transfer_id, claim, readers)
-
-    def _claim(
-        self, transfer_id: TransferId, claim: Claim, readers: int
-    ) -> list[Action]:
-        key, now = claim.key, claim.claimed_at
-        answer = self._outcomes.get(key)
-        if answer is not None:
-            return [Send(claim.peer, answer)]
-        accepted = Send(claim.peer, Accepted(claim.registration_id))
-        found = self._handoffs.claim(key)
-        if found is not None:
-            _, known = found
-            if known.state is ClaimState.LEASED:
-                return [self._grant(*found, now)]
-            return [accepted]
-        handoff = self._handoffs.find(transfer_id)
-        if handoff is None:
-            reason = self._handoffs.why_closed(transfer_id) or self._ending
-            if reason is not None:
-                return self._reject(key, reason)
-            if len(self._handoffs) >= MAX_HANDOFFS:
-                return self._reject(key, "too many hand-offs")
-            handoff = self._handoffs.open(transfer_id, now)
-        if handoff.withdrawn is not None:
-            return self._reject(key, handoff.withdrawn)
-        if len(handoff.claims) >= MAX_CLAIMS_PER_HANDOFF:
-            return self._reject(key, "too many receivers")
-        if self._handoffs.claimed_blocks + claim.num_blocks > MAX_CLAIMED_BLOCKS:
-            return self._reject(key, "too many blocks are claimed")
-        claim.share = share(1, readers)
-        self._handoffs.add_claim(handoff, claim)
-        actions: list[Action] = []
-        if handoff.stage is not Stage.OFFERED:
-            actions.append(accepted)
-        if handoff.offer is not None:
-            actions += self._serve(handoff, claim, now)
-        return actions + self._close_if_over(handoff, now)
-
-    def _reject(self, key: ClaimKey, reason: str) -> list[Action]:
-        """Refuse what was never claimed.
-
-        The receiver gives its blocks away on this answer, so that a repetition
-        must get it too, even if its ``transfer_id`` is in use again by then.
-        """
-        peer, registration_id = key
-        answer = Refused(registration_id, reason)
-        self._outcomes.put(key, answer)
-        return [Send(peer, answer)]
-
-    def _serve(self, handoff: Handoff, claim: Claim, now: float) -> list[Action]:
-        computed = handoff.computed
-        assert computed is not None
-        reason = unfit(computed.offer, claim, self._block_size)
-        if reason is not None:
-            return self._refuse(handoff, claim, reason)
-        if claim.blocks is not None:
-            return [*next_writes(computed, claim, self._block_size)]
-        if not computed.complete:
-            return []
-        claim.state = ClaimState.LEASED
-        claim.leased_at = now
-        return [self._grant(handoff, claim, now)]
-
-    def _grant(self, handoff: Handoff, claim: Claim, now: float) -> Send:
-        offer = handoff.offer
-        assert offer is not None
-        claim.lease_end = now + self._lease
-        granted = grant(
-            offer, claim.want, claim.registration_id, self._lease, self._block_size
-        )
-        return Send(claim.peer, granted)
-
-    def _refuse(self, handoff: Handoff, claim: Claim, reason: str) -> list[Action]:
-        return self._end(handoff, claim, Refused(claim.registration_id, reason))
-
-    def _end(self, handoff: Handoff, claim: Claim, answer: Answer) -> list[Action]:
-        """End a claim; returns the answer to its receiver's rank."""
-        self._handoffs.drop_claim(handoff, claim)
-        self._outcomes.put(claim.key, answer)
-        handoff.ended += claim.share
-        return [Send(claim.peer, answer)]
-
-    def _close_if_over(self, handoff: Handoff, now: float) -> list[Action]:
-        if handoff.claims or handoff.transfer_id not in self._handoffs:
-            return []
-        if handoff.withdrawn is not None:
-            return self._close(handoff, CloseReason.WITHDRAWN, now)
-        if handoff.stage is not Stage.OFFERED:
-            return []
-        if handoff.released or handoff.ended >= (handoff.receivers or 1):
-            return self._close(handoff, handoff.result, now)
-        return []
-
-    def _close(self, handoff: Handoff, reason: CloseReason, now: float) -> list[Action]:
-        self._handoffs.forget(handoff, why_closed(reason, handoff, self._lease))
-        closed = handoff.closed(reason, now)
-        return [] if closed is None else [Report(closed)]
