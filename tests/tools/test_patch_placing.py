@@ -78,6 +78,7 @@ def test_tests_come_with_the_module_that_they_test(
         ("handoff/desk.py", "test_desk.py"),
         ("layout.py", "test_layout.py"),
         ("auth.py", "test_auth.py"),
+        ("correspondence.py", "test_correspondence.py"),
         ("transfer_loop.py", "test_transfer_loop.py"),
         ("scheduler/pins.py", "test_pins.py"),
         ("scheduler/retention.py", "test_retention.py"),

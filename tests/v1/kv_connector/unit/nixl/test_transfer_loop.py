@@ -315,17 +315,6 @@ def test_an_engine_that_is_not_there_fails_the_attempt() -> None:
     rank.close()
 
 
-def test_the_two_connectors_refuse_each_other() -> None:
-    pushing, pulling = Rank("prefill", Mode.PUSH), Rank("decode", Mode.PULL)
-    pulling.step(Receive(request(T, THERE, pulling.mode), pushing.address))
-    run([pushing, pulling], _has(pulling, ReceiveFailed))
-    (failed,) = _failures(pulling)
-    assert "connector_mode differs (local pull, remote push)" in failed.reason
-    assert failed.quiet
-    pulling.close()
-    pushing.close()
-
-
 def test_a_peer_that_takes_its_leave_is_forgotten(pair: Pair) -> None:
     pair.receive()
     pair.p.step(Expect(T, 1, ()))
@@ -338,20 +327,6 @@ def test_a_peer_that_takes_its_leave_is_forgotten(pair: Pair) -> None:
     run([other], lambda: not any(other.tables.values()))
     pair.p = Rank("prefill", other.mode)
     hand_off(pair.p, pair.d, "again")
-
-
-def test_a_peer_that_the_other_side_has_forgotten_is_introduced_again(
-    monkeypatch: pytest.MonkeyPatch, push: Pair
-) -> None:
-    # Idle engines are forgotten after engine_ttl, which each side counts for itself.
-    monkeypatch.setattr(arena, "CONFIG", replace(arena.CONFIG, engine_ttl=0.3))
-    push.p.close()
-    push.p = Rank("forgetful", Mode.PUSH)
-    hand_off(push.p, push.d, "before")
-    push.until_idle()
-    end = time.monotonic() + 1.5
-    run([push.p], lambda: time.monotonic() > end)
-    hand_off(push.p, push.d, "after")
 
 
 def test_an_idle_loop_is_relaxed(pair: Pair) -> None:

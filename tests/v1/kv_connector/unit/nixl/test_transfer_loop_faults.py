@@ -110,37 +110,6 @@ def test_an_order_that_fails_ends_its_attempt(
     hand_off(pair.p, pair.d, "next")
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_a_message_that_is_not_sent_is_said_again(
-    monkeypatch: pytest.MonkeyPatch, mode: Mode, number: int
-) -> None:
-    """The first or the second of either side; a lease outlasts a repetition."""
-    monkeypatch.setattr(arena, "CONFIG", replace(arena.CONFIG, kv_lease_duration=20.0))
-    pair = Pair(mode)
-    failed: list[Rank] = []
-
-    def failing(rank: Rank) -> Callable[..., None]:
-        notify, sent = rank.agent.notify, 0
-
-        def maybe(*args: Any) -> None:
-            nonlocal sent
-            sent += 1
-            if sent == number + 1:
-                failed.append(rank)
-                raise AgentError("not now")
-            notify(*args)
-
-        return maybe
-
-    for rank in (pair.p, pair.d):
-        monkeypatch.setattr(rank.agent, "notify", failing(rank))
-    hand_off(pair.p, pair.d, "once")
-    hand_off(pair.p, pair.d, "again")
-    assert failed
-    pair.until_idle()
-    pair.close()
-
-
 def test_a_peer_with_something_open_is_not_forgotten(
     monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:

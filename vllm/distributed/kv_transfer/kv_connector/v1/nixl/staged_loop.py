@@ -32,13 +32,14 @@ from .handoff.actions import (
     ReceiveQuiet,
     Send,
 )
+from .handoff.delivery import HandoffMessage
 from .handoff.kept import is_kept
 from .host_buffer import BlockCopy, HostBuffer
 from .ids import AgentName, Mode, RegistrationId, TransferId
 from .orders import Facts, Order, Pace, PendingOffer
 from .peers import Peer
 from .transfer_loop import TransferLoop
-from .wire.notifications import LeaseRequest, Message, Refused
+from .wire.notifications import LeaseRequest, Refused
 from .wire.ranks import RankInfo
 
 logger = init_logger(__name__)
@@ -203,7 +204,9 @@ class StagedLoop(TransferLoop):
 
     # ---- of kept KV, what is asked for
 
-    def _dispatch(self, name: AgentName, peer: Peer, body: Message, now: float) -> None:
+    def _dispatch(
+        self, name: AgentName, peer: Peer, body: HandoffMessage, now: float
+    ) -> None:
         if isinstance(body, LeaseRequest) and is_kept(body.transfer_id):
             missing = self._missing(body)
             if missing:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from vllm.logger import init_logger
 
 from . import stats as names
-from .agent import Agent, AgentError, PeerDisconnected
+from .agent import Agent
 from .auth import Token
 from .commands import (
     CancelReceive,
@@ -36,6 +36,7 @@ from .connections import (
     PeerGone,
     PeerLost,
 )
+from .correspondence import Correspondence
 from .ending import STEP_SECONDS, Ending
 from .handoff.actions import (
     Action,
@@ -46,7 +47,7 @@ from .handoff.actions import (
     StartWrite,
     TransferSize,
 )
-from .handoff.delivery import to_kept, to_receiver, to_sender
+from .handoff.delivery import HandoffMessage, to_kept, to_receiver, to_sender
 from .handoff.kept import KeptTable, is_kept
 from .handoff.receiver import ReceiverTable
 from .handoff.sender import SenderTable
@@ -58,23 +59,16 @@ from .peers import Peer
 from .side_channel import Address
 from .stats import StatsCollector
 from .transfers import TransferEnded
-from .wire.codec import PROTOCOL_VERSION, WireError, encode, printable
 from .wire.notifications import (
     Cancel,
     Goodbye,
-    HelloAck,
     LeaseRequest,
-    Message,
     NotNeeded,
-    Packet,
     Ping,
-    Pong,
     ReadConfirmed,
     ReadDone,
-    Refused,
     Register,
     Renew,
-    decode_packet,
 )
 from .wire.ranks import RankInfo
 
@@ -118,6 +112,10 @@ class TransferLoop:
         self.stats = StatsCollector()
         self._connections = Connections(config, agent, local, token)
         self._movement = Movement(config, agent, local, self._connections, self.stats)
+        self._backlog: deque[Action] = deque()
+        self._correspondence = Correspondence(
+            agent, self._connections, self.stats, clock, self._backlog.extend
+        )
         self._sender = SenderTable(config.kv_lease_duration, local.block_size)
         self._kept = KeptTable(config.kv_lease_duration, local.block_size)
         self._receiver = ReceiverTable(REPEAT_SECONDS)
@@ -126,8 +124,6 @@ class TransferLoop:
         self._waiting: dict[Address, list[Receive | TellNotNeeded]] = {}
         self._next_tick = 0.0
         self._last_step: float | None = None
-        self._backlog: deque[Action] = deque()
-        self._deaf = False
         self._events: list[Event] = []
         self._tables: dict[str, int] = {}
 
@@ -142,7 +138,7 @@ class TransferLoop:
         for command in commands:
             self._obey_safely(command, now)
         self._release_offers(now)
-        heard = self._listen(now)
+        heard = self._correspondence.listen(now, self._dispatch)
         for event in self._connections.poll(now):
             self._connection_changed(event, now)
         if now >= self._next_tick:
@@ -193,7 +189,7 @@ class TransferLoop:
             self._perform(self._clock())
         for name in self._connections.all():
             if not self._movement.uses(name):
-                self._send(name, Goodbye())
+                self._correspondence.send(name, Goodbye())
         self._connections.close()
         self._agent.close()
 
@@ -333,44 +329,11 @@ class TransferLoop:
                 if not self._movement.uses(event.peer):
                     self._connections.drop(event.peer)
 
-    # ---- notifications
+    # ---- what peers say of KV
 
-    def _listen(self, now: float) -> bool:
-        try:
-            received = self._agent.notifications()
-        except AgentError as error:
-            if not self._deaf:
-                logger.warning("NIXL could not be asked for notifications: %s", error)
-            self._deaf = True
-            return False
-        self._deaf = False
-        for name, data in received:
-            try:
-                self._take(name, decode_packet(data), now)
-            except (WireError, AgentError) as error:
-                logger.warning("A notification of agent %s is ignored: %s", name, error)
-            except Exception:
-                logger.exception("A notification of agent %s failed", name)
-        return bool(received)
-
-    def _take(self, name: AgentName, packet: Packet, now: float) -> None:
-        peer = self._connections.peer(name)
-        if packet.hello is not None:
-            peer = self._connections.greet(name, packet.hello, now)
-            self._do([Send(name, HelloAck(peer.refusal))])
-        if peer is None:
-            raise WireError("the agent has not introduced itself")
-        self._connections.heard(name, peer, now)
-        if peer.refusal is not None:
-            self._turn_away(name, peer, packet.body)
-            return
-        self._dispatch(name, peer, packet.body, now)
-
-    def _turn_away(self, name: AgentName, peer: Peer, body: Message) -> None:
-        if isinstance(body, Register | LeaseRequest) and peer.refusal is not None:
-            self._do([Send(name, Refused(body.registration_id, peer.refusal))])
-
-    def _dispatch(self, name: AgentName, peer: Peer, body: Message, now: float) -> None:
+    def _dispatch(
+        self, name: AgentName, peer: Peer, body: HandoffMessage, now: float
+    ) -> None:
         match body:
             case LeaseRequest() | ReadDone() | Cancel() if is_kept(body.transfer_id):
                 self._do(to_kept(self._kept, name, body, now))
@@ -384,20 +347,6 @@ class TransferLoop:
             ):
                 readers = self._connections.readers(name)
                 self._do(to_sender(self._sender, name, body, now, readers))
-            case HelloAck():
-                peer.greeted = True
-                if body.refusal is not None:
-                    logger.warning(
-                        "Engine %s refuses: %s",
-                        peer.info.engine_id,
-                        printable(body.refusal),
-                    )
-            case Ping():
-                self._do([Send(name, Pong())])
-            case Pong():
-                pass
-            case Goodbye():
-                self._connections.left(name)
             case _:
                 if isinstance(body, ReadConfirmed) and not body.ok:
                     self.stats.failure(names.LATE_NOTIFICATIONS)
@@ -472,27 +421,10 @@ class TransferLoop:
             action = self._backlog.popleft()
             match action:
                 case Send():
-                    self._send(action.peer, action.message)
+                    self._correspondence.send(action.peer, action.message)
                 case StartWrite():
                     self._start_write(action, now)
                 case StartRead():
                     self._start_read(action, now)
                 case Report():
                     self._events.append(action.event)
-
-    def _send(self, name: AgentName, message: Message) -> None:
-        peer = self._connections.peer(name)
-        if peer is None or peer.broken:
-            return
-        hello = self._connections.introduction(name, self._clock())
-        packet = Packet(PROTOCOL_VERSION, hello, message)
-        try:
-            self._agent.notify(name, encode(packet))
-        except PeerDisconnected as error:
-            self.stats.failure(names.FAILED_NOTIFICATIONS)
-            self._connections.broken(name, str(error))
-        except AgentError as error:
-            self.stats.failure(names.FAILED_NOTIFICATIONS)
-            logger.warning(
-                "%s to agent %s was not sent: %s", type(message).__name__, name, error
-            )

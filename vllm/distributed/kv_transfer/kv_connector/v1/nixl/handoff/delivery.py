@@ -30,6 +30,7 @@ ToReceiver: TypeAlias = (
     Accepted | LeaseGranted | Done | Finished | Refused | Cancelled | ReadConfirmed
 )
 ToKept: TypeAlias = LeaseRequest | ReadDone | Cancel
+HandoffMessage: TypeAlias = ToSender | ToReceiver
 
 
 def to_sender(
