@@ -7,6 +7,7 @@ give the KV to, and does not let go of it in between.
 """
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ from .rewrite import receivers
 from .tasks import logger, start, stop
 from .workers import Lease, NoWorkerError, Worker
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 """How often it is looked whether another engine would be better."""
+
+AVOID_SECONDS = 0.5
+"""How long an engine gets no new requests that had one taken from it."""
 
 
 @dataclass(eq=False)
@@ -30,10 +34,16 @@ class _Leg:
     lease: Lease
     inner: AsyncExitStack
     task: asyncio.Task[Answer] = field(init=False)
+    waits: bool = False
 
     @property
     def worker(self) -> Worker:
         return self.lease.worker
+
+    def wait(self, waits: bool) -> None:
+        """Whether nothing but the engine itself holds up its answer."""
+        self.worker.waiting += waits - self.waits
+        self.waits = waits
 
 
 class DecodeLegs:
@@ -44,7 +54,8 @@ class DecodeLegs:
         excluded: workers that are not to be taken.
         stack: ends all that is left.
         patience: seconds that a stream may take to begin once the prompt has been
-            prefilled, before a less busy engine is asked, too; ``None`` to ask none.
+            prefilled, before an engine that keeps none waiting is asked, too; ``None``
+            to ask none.
     """
 
     def __init__(
@@ -67,6 +78,8 @@ class DecodeLegs:
         self._running: list[_Leg] = []
         self._second: tuple[_Leg, str] | None = None
         self._prefilled_at: float | None = None
+        self._question: asyncio.Task[bool] | None = None
+        self._first: _Leg
 
     async def answer(
         self, lease: Lease, prefill: asyncio.Task[Reply] | None = None
@@ -76,7 +89,7 @@ class DecodeLegs:
         Raises:
             RouterError: the last leg failed, or the prefill leg did.
         """
-        self._begin(lease)
+        self._first = self._begin(lease)
         winner = "none"
         try:
             while True:
@@ -86,20 +99,32 @@ class DecodeLegs:
                     prefill.result()
                     if self._prefilled_at is None:
                         self._prefilled_at = _now()
+                        for leg in self._running:
+                            leg.wait(True)
                 answer = await self._take_in()
                 if answer is not None:
                     second = self._second and self._second[0].worker
                     winner = "second" if answer[0].worker is second else "first"
+                    self._judge(winner)
                     return answer[1]
                 self._move()
         finally:
             if self._second is not None:
                 self._legs.metrics.rebind(self._second[1], winner)
 
+    def _judge(self, winner: str) -> None:
+        """Let new requests go elsewhere while an engine keeps them waiting."""
+        if winner == "first":
+            self._first.worker.slow_until = 0.0
+        elif self._second is not None and self._second[1] == "overloaded":
+            self._first.worker.slow_until = time.monotonic() + AVOID_SECONDS
+
     async def _wait(self, prefill: asyncio.Task[Reply] | None) -> None:
         tasks: set[asyncio.Task[Any]] = {leg.task for leg in self._running}
         if prefill is not None and not prefill.done():
             tasks.add(prefill)
+        if self._question is not None and not self._question.done():
+            tasks.add(self._question)
         looks = self._patience is not None and self._second is None
         await asyncio.wait(
             tasks,
@@ -118,6 +143,7 @@ class DecodeLegs:
                 await self._end(leg)
                 self._replace(leg, error)
             else:
+                leg.wait(False)
                 for other in [other for other in self._running if other is not leg]:
                     await self._end(other)
                 return leg, answer
@@ -149,22 +175,46 @@ class DecodeLegs:
         if self._patience is None or self._second is not None:
             return
         (leg,) = self._running
-        gone = not leg.worker.healthy
-        # A whole answer does not show when it was begun.
-        since = self._prefilled_at if self._attempt.call.streaming else None
-        overdue = since is not None and _now() - since >= self._patience
-        if not gone and not overdue:
-            return
-        target = self._target()
-        if target is None:
-            return
-        if gone or target.outstanding + 1 < leg.worker.outstanding:
-            self._begin_second(target, leg, "unhealthy" if gone else "overloaded")
+        if not leg.worker.healthy:
+            target = self._target()
+            if target is not None:
+                self._begin_second(target, leg, "unhealthy")
+        elif self._overdue():
+            # Where others of this router wait, this one would have to wait, too.
+            target = self._target(busy=[w for w in self._legs.workers if w.waiting])
+            if target is None:
+                self._forget_answer()
+            elif self._still_open(leg):
+                self._begin_second(target, leg, "overloaded")
 
-    def _target(self) -> Worker | None:
+    def _overdue(self) -> bool:
+        # A whole answer does not show when it was begun.
+        if self._prefilled_at is None or not self._attempt.call.streaming:
+            return False
+        return _now() - self._prefilled_at >= (self._patience or 0.0)
+
+    def _still_open(self, leg: _Leg) -> bool:
+        """Whether the hand-off can be given to another engine; asks if unknown.
+
+        It cannot if the first one has got the KV and keeps it in its queue: the prefill
+        engine has let go of it then and would refuse.
+        """
+        if self._question is None:
+            self._question = start(
+                self._stack, self._legs.handed_over(self._attempt, leg.worker)
+            )
+        return self._question.done() and not self._question.result()
+
+    def _forget_answer(self) -> None:
+        """What was open a moment ago need not be so any more."""
+        question = self._question
+        if question is not None and question.done() and not question.result():
+            self._question = None
+
+    def _target(self, busy: Collection[Worker] = ()) -> Worker | None:
         work = self._attempt.work(Role.DECODE)
         try:
-            return self._legs.workers.choose(work, self._used)
+            return self._legs.workers.choose(work, {*self._used, *busy})
         except NoWorkerError:
             return None
 
@@ -191,12 +241,15 @@ class DecodeLegs:
                 self._legs.decode(self._attempt, lease.worker, self._params)
             ),
         )
+        self._stack.callback(leg.wait, False)
+        leg.wait(self._prefilled_at is not None)
         self._used.add(lease.worker)
         self._running.append(leg)
         return leg
 
     async def _end(self, leg: _Leg) -> None:
         self._running.remove(leg)
+        leg.wait(False)
         await stop(leg.task)
         await leg.inner.aclose()
         leg.lease.release()

@@ -226,6 +226,13 @@ class Legs:
         if error.detail is not None:
             logger.warning("%s failed: %s", attempt, error.detail)
 
+    async def handed_over(self, attempt: Attempt, sink: Worker) -> bool:
+        """Whether an engine says that ``sink`` has got the KV; it may not be known."""
+        asked = (sink, attempt.prefill)
+        return await self._side_channels.ended(
+            attempt.transfer_id, [worker for worker in asked if worker is not None]
+        )
+
     def _remember(self, attempt: Attempt, worker: Worker) -> None:
         """Note which prompt a worker's cache has, where anybody will ask."""
         if self.config.routing.remembers:

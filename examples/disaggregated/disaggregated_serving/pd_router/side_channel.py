@@ -25,6 +25,8 @@ from .workers import Worker
 logger = logging.getLogger("pd_router")
 
 ANSWER_SECONDS = 1.0
+GLANCE_SECONDS = 0.25
+"""For questions while a client waits for its first token."""
 MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
 
@@ -143,13 +145,35 @@ class SideChannelClient:
         )
         return "; ".join(text for text in told if text) or None
 
-    async def record(self, address: Address, transfer_id: str) -> HandoffRecord | None:
+    async def ended(self, transfer_id: str, workers: Iterable[Worker]) -> bool:
+        """Whether a hand-off has ended at any of these workers, as far as they tell.
+
+        Only those are asked whose side channel is configured, and only for
+        ``GLANCE_SECONDS``.
+        """
+
+        async def one(address: Address) -> bool:
+            try:
+                return (
+                    await self.record(address, transfer_id, GLANCE_SECONDS) is not None
+                )
+            except UnansweredError as error:
+                logger.info("side channel %s: %s", address, error)
+                return False
+
+        addresses = [worker.spec.report_address for worker in workers]
+        return any(await asyncio.gather(*(one(known) for known in addresses if known)))
+
+    async def record(
+        self, address: Address, transfer_id: str, seconds: float | None = None
+    ) -> HandoffRecord | None:
         """Ask one engine; ``None`` where it knows of no end of this hand-off.
 
         Raises:
-            UnansweredError: no usable answer within ``ANSWER_SECONDS``.
+            UnansweredError: no usable answer within ``seconds``, which are
+                ``ANSWER_SECONDS`` where they are not given.
         """
-        report = await self.report(address, _GetFailure(transfer_id))
+        report = await self.report(address, _GetFailure(transfer_id), seconds)
         try:
             return _record_decoder.decode(report)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -183,13 +207,19 @@ class SideChannelClient:
         text = record.cause or f"the hand-off's outcome is {record.outcome!r}"
         return f"{worker.role} engine: {_line(text)}"
 
-    async def report(self, address: Address, question: msgspec.Struct) -> bytes:
+    async def report(
+        self,
+        address: Address,
+        question: msgspec.Struct,
+        seconds: float | None = None,
+    ) -> bytes:
         """Ask what is answered with a JSON document.
 
         Raises:
             UnansweredError: no usable answer in time.
         """
-        seconds = ANSWER_SECONDS if self._seconds is None else self._seconds
+        if seconds is None:
+            seconds = ANSWER_SECONDS if self._seconds is None else self._seconds
         try:
             async with asyncio.timeout(seconds):
                 payload = await self._exchange(address, question)

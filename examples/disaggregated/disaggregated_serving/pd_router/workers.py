@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The known workers, their load and health, and the choice among them."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -31,7 +32,9 @@ class Worker:
         "outstanding",
         "picked",
         "prefixes",
+        "slow_until",
         "spec",
+        "waiting",
     )
 
     def __init__(
@@ -50,6 +53,10 @@ class Worker:
         self.load = 0.0
         self.picked = 0
         self.last_picked = 0
+        # Legs that nothing else holds up: their prompts have been prefilled.
+        self.waiting = 0
+        # By the monotonic clock: others are chosen before it until then.
+        self.slow_until = 0.0
 
     @property
     def role(self) -> Role:
@@ -243,7 +250,12 @@ class Registry:
         candidates = [w for w in healthy if w.breaker.admits]
         if not candidates:
             raise NoWorkerError(work.role, healthy)
-        return (prefer and prefer(candidates)) or self.scorer.choose(candidates, work)
+        preferred = prefer and prefer(candidates)
+        if preferred:
+            return preferred
+        now = time.monotonic()
+        prompt = [w for w in candidates if w.slow_until <= now]
+        return self.scorer.choose(prompt or candidates, work)
 
     def acquire(
         self,
