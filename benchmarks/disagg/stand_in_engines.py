@@ -19,6 +19,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -148,22 +149,29 @@ class StandIns:
         async def generate(request: web.Request) -> web.StreamResponse:
             body = await request.json()
             response = web.StreamResponse(headers=_EVENT_STREAM)
-            await response.prepare(request)
-            await slots.one_free()
-            params = body.get("kv_transfer_params")
-            if params is None:
-                await asyncio.sleep(self._pace.prefill * len(body["prompt"]))
-            elif not await self._receive(self._handoffs[params["transfer_id"]]):
-                await response.write(_REFUSED)
-                return response
-            async with slots.taken():
-                for _ in range(body["max_tokens"]):
-                    await asyncio.sleep(self._pace.decode)
-                    await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-            await response.write(b"data: [DONE]\n\n")
+            # Who asked may have left before the answer begins.
+            with contextlib.suppress(ConnectionResetError):
+                await response.prepare(request)
+                await self._generate(slots, body, response)
             return response
 
         return generate
+
+    async def _generate(
+        self, slots: _Slots, body: dict[str, Any], response: web.StreamResponse
+    ) -> None:
+        await slots.one_free()
+        params = body.get("kv_transfer_params")
+        if params is None:
+            await asyncio.sleep(self._pace.prefill * len(body["prompt"]))
+        elif not await self._receive(self._handoffs[params["transfer_id"]]):
+            await response.write(_REFUSED)
+            return
+        async with slots.taken():
+            for _ in range(body["max_tokens"]):
+                await asyncio.sleep(self._pace.decode)
+                await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        await response.write(b"data: [DONE]\n\n")
 
     async def _receive(self, handoff: _Handoff) -> bool:
         """Wait for KV; false where it is gone."""

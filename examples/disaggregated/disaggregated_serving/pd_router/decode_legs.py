@@ -99,8 +99,7 @@ class DecodeLegs:
                     prefill.result()
                     if self._prefilled_at is None:
                         self._prefilled_at = _now()
-                        for leg in self._running:
-                            leg.wait(True)
+                        self._count_waiting()
                 answer = await self._take_in()
                 if answer is not None:
                     second = self._second and self._second[0].worker
@@ -181,17 +180,26 @@ class DecodeLegs:
                 self._begin_second(target, leg, "unhealthy")
         elif self._overdue():
             # Where others of this router wait, this one would have to wait, too.
-            target = self._target(busy=[w for w in self._legs.workers if w.waiting])
+            busy = [w for w in self._legs.workers if w.waiting or w.slow]
+            target = self._target(busy)
             if target is None:
                 self._forget_answer()
             elif self._still_open(leg):
                 self._begin_second(target, leg, "overloaded")
 
-    def _overdue(self) -> bool:
+    @property
+    def _waiting_since(self) -> float | None:
+        """Since when nothing but decode itself has held up the answer, if so."""
         # A whole answer does not show when it was begun.
-        if self._prefilled_at is None or not self._attempt.call.streaming:
-            return False
-        return _now() - self._prefilled_at >= (self._patience or 0.0)
+        return self._prefilled_at if self._attempt.call.streaming else None
+
+    def _count_waiting(self) -> None:
+        for leg in self._running:
+            leg.wait(self._waiting_since is not None)
+
+    def _overdue(self) -> bool:
+        since = self._waiting_since
+        return since is not None and _now() - since >= (self._patience or 0.0)
 
     def _still_open(self, leg: _Leg) -> bool:
         """Whether the hand-off can be given to another engine; asks if unknown.
@@ -242,9 +250,9 @@ class DecodeLegs:
             ),
         )
         self._stack.callback(leg.wait, False)
-        leg.wait(self._prefilled_at is not None)
         self._used.add(lease.worker)
         self._running.append(leg)
+        self._count_waiting()
         return leg
 
     async def _end(self, leg: _Leg) -> None:

@@ -39,7 +39,8 @@ class RoutingSettings:
         skip_below: prompts of which decode has to compute fewer tokens than this are
             not prefilled elsewhere; 0 for none.
         rebind_after: seconds that decode may take in push once the prompt has been
-            prefilled, before a less busy engine is asked, too; 0 asks none.
+            prefilled, before an engine that keeps nobody waiting is asked, too; 0 asks
+            none.
     """
 
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
@@ -96,9 +97,9 @@ def add_routing_flags(parser: argparse.ArgumentParser, *, push: bool) -> None:
             type=_seconds,
             default=default.rebind_after,
             metavar="SECONDS",
-            help="ask a less busy decode engine, too, if the first one has not "
-            "answered so long after prefill; the first answer is taken; 0 never; "
-            "%(default)s",
+            help="ask a decode engine that keeps nobody waiting, too, if the first one "
+            "has not answered so long after prefill; the first answer is taken; 0 "
+            "never; %(default)s",
         )
     group.add_argument(
         "--breaker-failures",

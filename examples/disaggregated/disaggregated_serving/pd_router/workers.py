@@ -55,7 +55,7 @@ class Worker:
         self.last_picked = 0
         # Legs that nothing else holds up: their prompts have been prefilled.
         self.waiting = 0
-        # By the monotonic clock: others are chosen before it until then.
+        # By the monotonic clock.
         self.slow_until = 0.0
 
     @property
@@ -67,6 +67,11 @@ class Worker:
     def address(self) -> Address:
         """Where its HTTP server listens."""
         return self.spec.address
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has kept a request waiting so lately that others come first."""
+        return time.monotonic() < self.slow_until
 
     def __str__(self) -> str:
         return f"{self.role} {self.address}"
@@ -253,9 +258,8 @@ class Registry:
         preferred = prefer and prefer(candidates)
         if preferred:
             return preferred
-        now = time.monotonic()
-        prompt = [w for w in candidates if w.slow_until <= now]
-        return self.scorer.choose(prompt or candidates, work)
+        ready = [worker for worker in candidates if not worker.slow]
+        return self.scorer.choose(ready or candidates, work)
 
     def acquire(
         self,

@@ -167,9 +167,40 @@ async def test_a_decode_engine_that_is_full_is_left_for_another(crew: Crew) -> N
     replies = await asyncio.gather(*asking)
 
     assert order == ["short", "third", "long"]
-    assert await crew.rebinds() == before + 1
+    # A slow machine may keep the short one waiting for a while, too.
+    assert await crew.rebinds() > before
     assert await crew.outcomes(other, "third") == ["received"]
     assert "received" not in await crew.outcomes(full, "third")
     await crew.served("third")
     for reply, body in zip(replies, (long, short, third), strict=True):
         assert reply == await crew.alone(other, body)
+
+
+async def test_a_decode_engine_that_others_fill_keeps_nobody_waiting(
+    crew: Crew,
+) -> None:
+    filled, other = crew.decode
+    before = await crew.rebinds()
+    order: list[str] = []
+    begun = asyncio.Event()
+
+    async def past_the_router() -> None:
+        await crew.client.stream(filled, _body(67, 1500), begun=begun)
+        order.append("theirs")
+
+    holding = asyncio.create_task(past_the_router())
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    bodies = {f"ours-{number}": _body(68 + number, 8) for number in range(4)}
+    for name, body in bodies.items():
+        text = await asyncio.wait_for(
+            crew.client.stream(crew.router, body, headers={"X-Request-Id": name}),
+            WAIT_S,
+        )
+        order.append(name)
+        assert await crew.outcomes(other, name) == ["received"]
+        assert words(text) == await crew.alone(other, body)
+    await holding
+
+    # To the router the two are equally busy: it does not know of the others.
+    assert order == [*bodies, "theirs"]
+    assert await crew.rebinds() > before

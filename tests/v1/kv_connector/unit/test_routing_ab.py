@@ -4,14 +4,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
+import time
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import routing_ab
-from routing_ab import Arm, Done
+from pd_processes import free_ports
+from pd_router.config import Address
+from pd_router.side_channel import SideChannelClient
+from routing_client import Background, ask
+from routing_loads import Occupied, arrivals, bursts, occupations
+from routing_run import Arm
+from routing_stats import Done, compare, percentile, report
+from stand_in_engines import Pace, StandIns
+
+TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 OPTIONS = argparse.Namespace(
     bursts=2,
@@ -21,6 +32,12 @@ OPTIONS = argparse.Namespace(
     long_answer=90,
     short_answer=5,
     prompt_tokens=64,
+    decode_engines=2,
+    background=3,
+    phases=4,
+    phase=3.0,
+    occupied=2.0,
+    rate=20.0,
 )
 
 
@@ -39,9 +56,9 @@ def test_an_arm_is_a_name_and_flags() -> None:
 
 
 def test_bursts_have_the_same_mixture_in_another_order() -> None:
-    one = routing_ab.bursts(random.Random(1), OPTIONS)
-    other = routing_ab.bursts(random.Random(2), OPTIONS)
-    assert one == routing_ab.bursts(random.Random(1), OPTIONS)
+    one = bursts(random.Random(1), OPTIONS)
+    other = bursts(random.Random(2), OPTIONS)
+    assert one == bursts(random.Random(1), OPTIONS)
     assert one != other
     for planned in (one, other):
         first, second = planned[:8], planned[8:]
@@ -50,11 +67,31 @@ def test_bursts_have_the_same_mixture_in_another_order() -> None:
         assert max(p.at for p in first) < min(p.at for p in second) == 3.0
 
 
+def test_requests_arrive_as_long_as_phases_last() -> None:
+    planned = arrivals(random.Random(1), OPTIONS)
+    assert planned == arrivals(random.Random(1), OPTIONS)
+    assert planned != arrivals(random.Random(2), OPTIONS)
+    moments = [one.at for one in planned]
+    assert moments == sorted(moments)
+    assert 0 < moments[0] < moments[-1] < 12
+    assert {one.answer_tokens for one in planned} == {5, 90}
+
+
+def test_decode_engines_are_occupied_in_turn() -> None:
+    found = occupations(random.Random(1), OPTIONS)
+    assert [one.begins for one in found] == [0, 3, 6, 9]
+    assert [one.ends - one.begins for one in found] == [2.0] * 4
+    first = found[0].engine
+    assert [one.engine for one in found] == [first, 1 - first] * 2
+    even = argparse.Namespace(**{**vars(OPTIONS), "background": 0})
+    assert occupations(random.Random(1), even) == []
+
+
 @given(st.lists(st.floats(0, 100), min_size=1), st.sampled_from([50, 90, 99]))
 def test_a_percentile_is_a_value_with_so_many_at_or_below(
     values: list[float], percent: int
 ) -> None:
-    found = routing_ab.percentile(values, percent)
+    found = percentile(values, percent)
     assert found in values
     assert sum(v <= found for v in values) >= len(values) * percent / 100
     assert sum(v < found for v in values) < len(values) * percent / 100
@@ -63,7 +100,7 @@ def test_a_percentile_is_a_value_with_so_many_at_or_below(
 def test_ratios_are_those_of_the_same_round() -> None:
     # The machine was twice as slow in the second round.
     rows = [done("a", 0, 1.0), done("b", 0, 0.5), done("a", 1, 2.0), done("b", 1, 1.0)]
-    found = routing_ab.compare(rows, ["a", "b"], 50)
+    found = compare(rows, ["a", "b"], 50)
     assert found["a"]["ratio"] == 1
     assert (found["b"]["ratio"], found["b"]["least_ratio"]) == (0.5, 0.5)
     assert (found["a"]["least"], found["a"]["greatest"]) == (1.0, 2.0)
@@ -74,14 +111,67 @@ def test_a_report_has_every_arm_and_what_was_counted() -> None:
         done(arm, n, 0.1, length) for arm in "ab" for n in (0, 1) for length in (8, 9)
     ]
     counts = {
-        "b pd_router_rebinds_total{}": "3.0",
-        "a pd_router_rebinds_total{}": "0.0",
+        "b pd_router_rebinds_total{}": 3.0,
+        "a pd_router_rebinds_total{}": 0.0,
     }
-    text = "\n".join(routing_ab.report("bursts", rows, ["a", "b"], counts))
+    text = "\n".join(report("bursts", rows, ["a", "b"], counts))
     assert "p99 TTFT of a round" in text
     assert "a: all 4 requests: p50 100 ms" in text
-    assert "b pd_router_rebinds_total{} 3.0" in text
+    assert "b pd_router_rebinds_total{} 3" in text
     assert "a pd_router_rebinds" not in text
-    text = "\n".join(routing_ab.report("lengths", rows, ["a", "b"], {}))
+    text = "\n".join(report("lengths", rows, ["a", "b"], {}))
     assert "8 tokens" in text
     assert "9 tokens" in text
+
+
+async def test_stand_ins_give_kv_once_and_say_so() -> None:
+    prefill, side_channel, first, second = free_ports(4)
+    servers = StandIns(
+        prefill, [first, second], [side_channel], Pace(decode=0.001, slots=1)
+    )
+    servers.start()
+    told = SideChannelClient()
+    address = Address("127.0.0.1", side_channel)
+    body = {
+        "prompt": [1, 2],
+        "max_tokens": 2,
+        "kv_transfer_params": {"transfer_id": "t"},
+    }
+    try:
+        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+
+            async def post(port: int) -> str:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                async with session.post(url, json=body) as response:
+                    return await response.text()
+
+            # Both have asked before the prompt is computed, so both get it.
+            asking = [asyncio.create_task(post(port)) for port in (first, second)]
+            await asyncio.sleep(0.1)
+            assert await told.record(address, "t") is None
+            assert not any(task.done() for task in asking)
+            await post(prefill)
+            for text in await asyncio.gather(*asking):
+                assert text.count("data: {") == 2
+                assert "error" not in text
+            assert await told.record(address, "t") is not None
+            assert "error" in await post(first)
+    finally:
+        told.close()
+        servers.stop()
+
+
+async def test_background_streams_hold_a_stand_in_until_their_phase_ends() -> None:
+    prefill, port = free_ports(2)
+    servers = StandIns(prefill, [port], [], Pace(decode=0.01, slots=2))
+    servers.start()
+    try:
+        began = time.monotonic()
+        background = Background([port], 2, 10_000, lambda: [1])
+        with background.run([Occupied(0, 0.0, 0.6)], began):
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(ask, port, [1], 1)
+            answered = time.monotonic()
+        assert answered - began >= 0.6
+    finally:
+        servers.stop()

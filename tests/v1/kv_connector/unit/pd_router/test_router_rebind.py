@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from pd_router import decode_legs
 from pd_router.routing import RoutingSettings
 from pd_router.workers import Worker
 from router_backends import (
@@ -52,10 +54,13 @@ def transfer_ids(cluster: Cluster) -> set[str]:
     return {seen.params["transfer_id"] for e in engines for seen in e.seen}
 
 
-async def loaded(cluster: Cluster, *legs: int) -> None:
-    """Pretend that the decode engines run so many more legs."""
-    for worker, more in zip(decoders(cluster), legs, strict=True):
-        worker.outstanding += more
+def waiting(cluster: Cluster, number: int, more: int) -> None:
+    """Pretend that a decode engine keeps so many more legs waiting."""
+    decoders(cluster)[number].waiting += more
+
+
+def nobody_waits(cluster: Cluster) -> bool:
+    return all(worker.waiting == 0 for worker in cluster.router.workers)
 
 
 LOST: list[Any] = [
@@ -106,7 +111,6 @@ async def test_a_busy_engine_gives_way_after_a_while(cluster: Cluster) -> None:
     )
     asking = asyncio.create_task(cluster.post(STREAM))
     first = await cluster.decode[0].request()
-    await loaded(cluster, 2, 0)
     got = await asking
     assert (got.status, got.body) == (200, BODY)
     async with asyncio.timeout(5):
@@ -115,7 +119,6 @@ async def test_a_busy_engine_gives_way_after_a_while(cluster: Cluster) -> None:
     assert len(transfer_ids(cluster)) == 1
     assert cluster.decode[1].seen[0].params == first.params
     assert await cluster.metric(COUNT, reason="overloaded", winner="second") == 1
-    await loaded(cluster, -2, 0)
     await cluster.quiet()
 
 
@@ -129,25 +132,86 @@ async def test_nothing_moves_before_the_prompt_is_prefilled(cluster: Cluster) ->
     await cluster.start("push", prefill, [hangs(), OK_DECODE], routing=MOVING)
     asking = asyncio.create_task(cluster.post(STREAM))
     await cluster.decode[0].request()
-    await loaded(cluster, 5, 0)
     await asyncio.sleep(0.4)
     assert cluster.decode[1].seen == []
     gate.set()
     assert (await asking).status == 200
-    await loaded(cluster, -5, 0)
 
 
-async def test_an_engine_that_is_no_better_is_not_asked(cluster: Cluster) -> None:
+async def test_an_engine_that_keeps_others_waiting_is_not_asked(
+    cluster: Cluster,
+) -> None:
+    await cluster.start("push", OK_PREFILL, [hangs(), OK_DECODE], routing=MOVING)
+    waiting(cluster, 1, 1)
+    asking = asyncio.create_task(cluster.post(STREAM))
+    await cluster.decode[0].request()
+    await asyncio.sleep(0.5)
+    assert cluster.decode[1].seen == []
+    # As soon as it has answered, it is asked.
+    waiting(cluster, 1, -1)
+    assert (await asking).status == 200
+    assert len(cluster.decode[1].seen) == 1
+    await cluster.quiet()
+    assert nobody_waits(cluster)
+
+
+async def test_whole_answers_do_not_count_as_waiting(cluster: Cluster) -> None:
+    gate = asyncio.Event()
+
+    async def second(seen: Seen) -> web.StreamResponse:
+        if not seen.body.get("stream"):
+            await gate.wait()
+            return await answers()(seen)
+        return await OK_DECODE(seen)
+
+    await cluster.start("push", OK_PREFILL, [hangs(), second], routing=MOVING)
+    asking = asyncio.create_task(cluster.post(STREAM))
+    await cluster.decode[0].request()
+    whole = asyncio.create_task(cluster.post({**STREAM, "stream": False}))
+    await cluster.decode[1].request()
+    assert (await asking).status == 200
+    assert not whole.done()
+    gate.set()
+    assert (await whole).status == 200
+    await cluster.quiet()
+    assert nobody_waits(cluster)
+
+
+async def test_an_engine_that_had_a_request_taken_from_it_is_avoided_for_a_while(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_legs, "AVOID_SECONDS", 60.0)
+    held = in_turn(hangs(), OK_DECODE)
+    await cluster.start("push", OK_PREFILL, [held, OK_DECODE], routing=MOVING)
+    assert (await cluster.post(STREAM)).status == 200
+    for _ in range(3):
+        assert (await cluster.post(STREAM)).status == 200
+    assert len(cluster.decode[0].seen) == 1
+    # Its turn comes when the while is over, and it is an engine like others again.
+    decoders(cluster)[0].slow_until = 0.0
+    assert (await cluster.post(STREAM)).status == 200
+    assert len(cluster.decode[0].seen) == 2
+    assert await cluster.metric(COUNT) == 1
+
+
+async def test_an_engine_that_is_avoided_is_not_asked_either(cluster: Cluster) -> None:
     await cluster.start("push", OK_PREFILL, [hangs(), OK_DECODE], routing=MOVING)
     asking = asyncio.create_task(cluster.post(STREAM))
     await cluster.decode[0].request()
-    # With this request it would run as many as the first one does.
-    await loaded(cluster, 1, 1)
+    decoders(cluster)[1].slow_until = time.monotonic() + 60
     await asyncio.sleep(0.5)
     assert cluster.decode[1].seen == []
-    asking.cancel()
-    await loaded(cluster, -1, -1)
-    await cluster.quiet()
+    decoders(cluster)[1].slow_until = 0.0
+    assert (await asking).status == 200
+
+
+async def test_where_all_are_to_be_avoided_all_are_chosen(cluster: Cluster) -> None:
+    await cluster.start("push", OK_PREFILL, [OK_DECODE, OK_DECODE], routing=MOVING)
+    for _ in range(2):
+        for worker in decoders(cluster):
+            worker.slow_until = time.monotonic() + 60
+        assert (await cluster.post(STREAM)).status == 200
+    assert [len(engine.seen) for engine in cluster.decode] == [1, 1]
 
 
 async def test_the_first_engine_may_still_win(cluster: Cluster) -> None:
@@ -156,14 +220,12 @@ async def test_the_first_engine_may_still_win(cluster: Cluster) -> None:
     )
     asking = asyncio.create_task(cluster.post(STREAM))
     await cluster.decode[0].request()
-    await loaded(cluster, 2, 0)
     second = await cluster.decode[1].request()
     got = await asking
     assert (got.status, got.body) == (200, BODY)
     async with asyncio.timeout(5):
         await second.disconnected.wait()
     assert await cluster.metric(COUNT, reason="overloaded", winner="first") == 1
-    await loaded(cluster, -2, 0)
     await cluster.quiet()
 
 
@@ -183,7 +245,6 @@ async def test_the_second_engines_failure_leaves_the_first_one_alone(
     )
     asking = asyncio.create_task(cluster.post(STREAM))
     await cluster.decode[0].request()
-    await loaded(cluster, 2, 0)
     got = await asking
     assert (got.status, got.body) == (200, BODY)
     assert len(cluster.decode[1].seen) == 1
@@ -191,7 +252,6 @@ async def test_the_second_engines_failure_leaves_the_first_one_alone(
     shown = (await cluster.get("/status")).json["workers"]
     breaking = failing is LOST[1]
     assert [w["breaker"]["failures"] for w in shown] == [0, 0, int(breaking)]
-    await loaded(cluster, -2, 0)
     await cluster.quiet()
 
 
@@ -224,20 +284,16 @@ async def test_several_answers_stay_together(cluster: Cluster) -> None:
     )
     asking = asyncio.create_task(cluster.post({**STREAM, "n": 2}))
     await cluster.decode[0].request()
-    await loaded(cluster, 2, 0)
     assert (await asking).status == 200
     assert cluster.decode[1].seen == []
-    await loaded(cluster, -2, 0)
 
 
 async def test_off_by_default(cluster: Cluster) -> None:
     await cluster.start("push", OK_PREFILL, [slow(0.5, OK_DECODE), OK_DECODE])
     asking = asyncio.create_task(cluster.post(STREAM))
     await cluster.decode[0].request()
-    await loaded(cluster, 9, 0)
     assert (await asking).status == 200
     assert cluster.decode[1].seen == []
-    await loaded(cluster, -9, 0)
 
 
 async def test_a_whole_answer_may_take_its_time(cluster: Cluster) -> None:
@@ -247,24 +303,20 @@ async def test_a_whole_answer_may_take_its_time(cluster: Cluster) -> None:
     )
     asking = asyncio.create_task(cluster.post({**STREAM, "stream": False}))
     await cluster.decode[0].request()
-    await loaded(cluster, 5, 0)
     assert (await asking).status == 200
     assert cluster.decode[1].seen == []
-    await loaded(cluster, -5, 0)
 
 
 async def test_a_client_that_leaves_ends_both_decode_legs(cluster: Cluster) -> None:
     await cluster.start("push", OK_PREFILL, [hangs(), hangs()], routing=MOVING)
     asking = asyncio.create_task(cluster.post(STREAM))
     first = await cluster.decode[0].request()
-    await loaded(cluster, 2, 0)
     second = await cluster.decode[1].request()
     asking.cancel()
     async with asyncio.timeout(5):
         await first.disconnected.wait()
         await second.disconnected.wait()
     assert await cluster.metric(COUNT, reason="overloaded", winner="none") == 1
-    await loaded(cluster, -2, 0)
     await cluster.quiet()
 
 
@@ -284,10 +336,8 @@ async def test_answers_at_the_same_moment_are_one_answer(cluster: Cluster) -> No
             while True:
                 now = [len(engine.seen) for engine in cluster.decode]
                 if sum(now) == sum(seen) + 1:
-                    busy = 0 if now[0] > seen[0] else 1
-                    decoders(cluster)[busy].outstanding += 2
-                    await cluster.decode[1 - busy].request(seen[1 - busy])
-                    decoders(cluster)[busy].outstanding -= 2
+                    first = 0 if now[0] > seen[0] else 1
+                    await cluster.decode[1 - first].request(seen[1 - first])
                     break
                 await asyncio.sleep(0.01)
         gate.set()
