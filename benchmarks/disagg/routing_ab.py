@@ -167,6 +167,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--background-answer", type=int, default=400, help="tokens")
     add("--lengths", type=int, nargs="+", default=[16, 64, 128, 256, 512, 1024])
     add("--requests", type=int, default=3, help="of each length, in a round")
+    add(
+        "--beside",
+        type=int,
+        default=0,
+        help="streams of the first decode engine while lengths are measured, whose "
+        "longest gap between two tokens is measured as well",
+    )
     add("--json", type=Path, metavar="FILE")
     add("--log-dir", type=Path, help="for the servers' logs; a temporary folder")
     return parser

@@ -76,6 +76,8 @@ class Background:
     Each phase has its own number of them at one engine, one answer after the other
     until the phase ends; what runs then is cut off.
 
+    ``gaps`` has each time between two tokens of a stream, as its begin and its end.
+
     Args:
         ports: of the engines, by their numbers.
         streams: at the same time.
@@ -95,6 +97,22 @@ class Background:
         self._answer_tokens = answer_tokens
         self._prompt = prompt
         self._failures: list[BaseException] = []
+        self.gaps: list[tuple[float, float]] = []
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest of those that are at least in part between these moments.
+
+        Raises:
+            BenchError: there is none: no stream ran.
+        """
+        found = [
+            until - since
+            for since, until in list(self.gaps)
+            if since < end and until > begin
+        ]
+        if not found:
+            raise BenchError("no stream ran beside a request")
+        return max(found)
 
     @contextlib.contextmanager
     def run(self, phases: Sequence[Occupied], began: float) -> Iterator[None]:
@@ -130,10 +148,16 @@ class Background:
             while time.monotonic() < ends and not over.is_set():
                 port = self._ports[phase.engine]
                 with _stream(port, self._prompt(), self._answer_tokens) as response:
+                    last = None
                     for line in response:
                         if line.startswith(b'data: {"error"'):
                             raise BenchError(f"an error in the stream: {line!r}")
-                        if time.monotonic() >= ends or over.is_set():
+                        now = time.monotonic()
+                        if now >= ends or over.is_set():
                             break
+                        if line.startswith(b"data: {"):
+                            if last is not None:
+                                self.gaps.append((last, now))
+                            last = now
         except (BenchError, OSError, http.client.HTTPException) as error:
             self._failures.append(error)

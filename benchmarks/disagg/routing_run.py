@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import math
 import random
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pd_launcher import ROUTER_START_TIMEOUT_S, Engine, Router
-from routing_client import Background, BenchError, ask
-from routing_loads import Planned, arrivals, bursts, occupations
+from routing_client import REQUEST_TIMEOUT_S, Background, BenchError, ask
+from routing_loads import Occupied, Planned, arrivals, bursts, occupations
 from routing_stats import Done
 from tiny_model import TinySpec, random_prompt
 
@@ -93,13 +94,11 @@ class Comparison:
             elif self._options.load == "uneven":
                 began = time.monotonic()
                 phases = occupations(plan, self._options)
-                with self._background().run(phases, began):
+                with self._background(self._options.background).run(phases, began):
                     foreground = arrivals(plan, self._options)
                     self._together(router, arm, number, foreground, began)
             else:
-                for length in self._options.lengths:
-                    for _ in range(self._options.requests):
-                        self._ask(router, arm, number, Planned(0.0, length, 4))
+                self._one_by_one(router, arm, number)
             self._note_counts(router, arm)
         finally:
             router.stop()
@@ -130,18 +129,44 @@ class Comparison:
         if failures:
             raise BenchError(f"{len(failures)} requests failed, as {failures[0]}")
 
-    def _ask(self, router: Router, arm: Arm, number: int, one: Planned) -> None:
+    def _one_by_one(self, router: Router, arm: Arm, number: int) -> None:
+        planned = [
+            Planned(0.0, length, 4)
+            for length in self._options.lengths
+            for _ in range(self._options.requests)
+        ]
+        if not self._options.beside:
+            for one in planned:
+                self._ask(router, arm, number, one)
+            return
+        beside = self._background(self._options.beside)
+        began = time.monotonic()
+        with beside.run([Occupied(0, 0.0, math.inf)], began):
+            while not beside.gaps:
+                if time.monotonic() - began > REQUEST_TIMEOUT_S:
+                    raise BenchError("no stream has begun beside the requests")
+                time.sleep(0.01)
+            asked = []
+            for one in planned:
+                sent = time.monotonic()
+                asked.append((sent, self._ask(router, arm, number, one)))
+        # A gap is known once it has ended.
+        for place, (sent, one_done) in enumerate(asked, len(self.done) - len(asked)):
+            gap = beside.longest_gap(sent, sent + one_done.ttft)
+            self.done[place] = replace(one_done, gap=gap)
+
+    def _ask(self, router: Router, arm: Arm, number: int, one: Planned) -> Done:
         prompt = self._prompt(one.prompt_tokens)
         ttft, total = ask(router.port, prompt, one.answer_tokens)
-        self.done.append(
-            Done(arm.name, number, one.prompt_tokens, one.answer_tokens, ttft, total)
-        )
+        done = Done(arm.name, number, one.prompt_tokens, one.answer_tokens, ttft, total)
+        self.done.append(done)
+        return done
 
-    def _background(self) -> Background:
+    def _background(self, streams: int) -> Background:
         options = self._options
         return Background(
             [engine.port for engine in self._engines[1]],
-            options.background,
+            streams,
             options.background_answer,
             lambda: self._prompt(options.prompt_tokens),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 PERCENTILES = (50, 90, 99)
@@ -13,7 +13,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Done:
-    """One request's times, in seconds."""
+    """One request's times, in seconds.
+
+    ``gap`` is the longest one between two tokens of a stream beside it.
+    """
 
     arm: str
     round: int
@@ -21,6 +24,7 @@ class Done:
     answer_tokens: int
     ttft: float
     total: float
+    gap: float | None = None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -35,8 +39,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
+def first_token(one: Done) -> float:
+    """The time that is compared unless another is."""
+    return one.ttft
+
+
 def compare(
-    done: Sequence[Done], arms: Sequence[str], percent: float
+    done: Sequence[Done],
+    arms: Sequence[str],
+    percent: float,
+    time: Callable[[Done], float] = first_token,
 ) -> dict[str, dict[str, float]]:
     """Per arm: the percentile's median over the rounds, their range, and the ratio.
 
@@ -46,7 +58,7 @@ def compare(
     by_round = {
         arm: [
             percentile(
-                [d.ttft for d in done if (d.arm, d.round) == (arm, number)], percent
+                [time(d) for d in done if (d.arm, d.round) == (arm, number)], percent
             )
             for number in rounds
         ]
@@ -101,6 +113,9 @@ def report(
         for length in sorted({one.prompt_tokens for one in done}):
             some = [one for one in done if one.prompt_tokens == length]
             lines += table(f"{length} tokens, p50 TTFT", compare(some, arms, 50))
+            if all(one.gap is not None for one in some):
+                gaps = compare(some, arms, 50, lambda one: one.gap or 0.0)
+                lines += table(f"{length} tokens, p50 gap", gaps)
     lines += [
         f"{series} {value:.0f}" for series, value in sorted(counts.items()) if value
     ]
