@@ -34,7 +34,8 @@ from verify_targets import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.auth import Token as EngineToken
 
 SCRIPT = Path(verify_pd.__file__).with_name("verify_pd.sh")
-SETTLE_S = 2.0
+SETTLE_S = 20.0
+"""Not waited for where all goes well."""
 IN_VAIN_S = 0.5
 """Where a test waits for what does not come."""
 
