@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import random
 import time
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pd_processes import free_ports
 from pd_router.config import Address
 from pd_router.side_channel import SideChannelClient
-from routing_client import Background, ask
+from routing_client import Background, BenchError, ask
 from routing_loads import Occupied, arrivals, bursts, occupations
 from routing_run import Arm
 from routing_stats import Done, compare, percentile, report
@@ -122,6 +123,21 @@ def test_a_report_has_every_arm_and_what_was_counted() -> None:
     text = "\n".join(report("lengths", rows, ["a", "b"], {}))
     assert "8 tokens" in text
     assert "9 tokens" in text
+    assert "gap" not in text
+    beside = [replace(row, gap=row.prompt_tokens / 100) for row in rows]
+    lines = report("lengths", beside, ["a", "b"], {})
+    (place,) = [i for i, line in enumerate(lines) if "9 tokens, p50 gap" in line]
+    assert "90 ms" in lines[place + 1]
+
+
+def test_a_gap_counts_where_it_is_in_part_beside_a_request() -> None:
+    beside = Background([], 0, 1, lambda: [1])
+    beside.gaps = [(1.0, 1.1), (1.1, 1.5), (1.5, 3.5), (3.5, 3.6)]
+    assert beside.longest_gap(1.05, 1.2) == pytest.approx(0.4)
+    assert beside.longest_gap(1.05, 1.6) == pytest.approx(2.0)
+    assert beside.longest_gap(3.55, 9.0) == pytest.approx(0.1)
+    with pytest.raises(BenchError, match="no stream ran"):
+        beside.longest_gap(3.7, 9.0)
 
 
 async def test_stand_ins_give_kv_once_and_say_so() -> None:
@@ -173,5 +189,6 @@ async def test_background_streams_hold_a_stand_in_until_their_phase_ends() -> No
             await asyncio.to_thread(ask, port, [1], 1)
             answered = time.monotonic()
         assert answered - began >= 0.6
+        assert background.longest_gap(began, answered) > 0
     finally:
         servers.stop()
