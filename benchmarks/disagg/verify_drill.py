@@ -52,6 +52,7 @@ class Drill:
         prompt: a long one, with the answer that it must have.
         usual_seconds: what it takes until it is computed.
         bound: seconds within which the engines must have got over each fault.
+        say: is told what is done.
     """
 
     engines: Engines
@@ -64,6 +65,7 @@ class Drill:
     margin: float
     bound: float
     run: str
+    say: Callable[[str], None]
     _numbers: itertools.count[int] = field(default_factory=itertools.count, init=False)
 
     async def all(self, report: Report) -> None:
@@ -76,6 +78,7 @@ class Drill:
         )
         for name, fault in faults:
             title = f"drill: {name}"
+            self.say(title)
             try:
                 seen = await self._in_time(fault)
                 found, seconds = await self._recovered()

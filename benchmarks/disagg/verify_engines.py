@@ -18,6 +18,7 @@ from sweep_proof import State, parse_metrics
 from verify_http import AskError, Server, ask, get, get_page, greedy
 from verify_result import Unchecked
 
+KEPT_BLOCKS = "vllm:nixl_retained_blocks"
 POLL_S = 0.1
 ANSWER_S = 5.0
 
@@ -26,6 +27,8 @@ _WAITING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _USAGE = "vllm:kv_cache_usage_perc"
 _HELD = ("vllm:nixl_quarantined_blocks", "vllm:nixl_transfer_queue_depth")
 _RETAINED = "retained"
+# What is kept for later turns has entries in these tables, of the engine and of ranks.
+_KEPT_TABLES = ("retained", "kept")
 # A prompt of one token gives an engine a step to report in.
 _NUDGE = (5,)
 
@@ -93,9 +96,14 @@ class Engines:
         return [engine for engine in self.engines if engine.role == role]
 
     @property
+    def without_side_channel(self) -> list[Engine]:
+        """Those that cannot be asked over it, because it is not known."""
+        return [engine for engine in self.engines if engine.side_channel is None]
+
+    @property
     def have_side_channels(self) -> bool:
         """Whether all of them can be asked."""
-        return all(engine.side_channel is not None for engine in self.engines)
+        return not self.without_side_channel
 
     async def health(self) -> list[str]:
         """What is wrong with them; nothing if all answer."""
@@ -167,7 +175,7 @@ class Engines:
         if _USAGE not in state.samples:
             raise Unchecked(f"{engine} tells no {_USAGE}, and has no side channel here")
         found = {name: state.sample(name) for name in (_USAGE, *_HELD)}
-        if state.sample("vllm:nixl_retained_blocks"):
+        if state.sample(KEPT_BLOCKS):
             del found[_USAGE]
         told = ", ".join(
             f"{name} is {value:g}" for name, value in found.items() if value
@@ -209,11 +217,10 @@ def retained(document: Mapping[str, Any]) -> int:
 def _held(engine: Engine, document: Mapping[str, Any]) -> str:
     kept = retained(document)
     pins = {k: n for k, n in document["pins"].items() if n and k != _RETAINED}
-    # What is kept has entries in tables that are named after it.
     tables = {
         name: n
         for name, n in document["tables"].items()
-        if n and not (kept and _RETAINED in name)
+        if n and not (kept and name.endswith(_KEPT_TABLES))
     }
     missing = document["total_blocks"] - document["free_blocks"]
     if not pins and not tables and (missing == 0 or (kept and missing <= kept)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -125,7 +127,7 @@ async def opened(
                 if not response.content.at_eof():
                     response.close()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise AskError(f"{url} gave no whole answer: {error!r}") from error
+        raise AskError(f"{url} gave no whole answer: {why(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise AskError(f"{url} gave what is no answer: {error!r}") from error
 
@@ -136,17 +138,34 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Body]:
     Raises:
         AskError: one is an error, or the stream ends without saying so.
     """
+    ended = False
     async for raw in response.content:
         name, _, value = raw.decode().strip().partition(":")
-        if name != "data":
+        if ended or name != "data":
             continue
         if value.strip() == "[DONE]":
-            return
+            # Read on: whoever leaves the last bytes unread is taken for a client
+            # that has hung up.
+            ended = True
+            continue
         event = json.loads(value)
         if "error" in event:
             raise AskError(f"{response.url} ended a stream with {event['error']}")
         yield event
-    raise AskError(f"{response.url} ended a stream without [DONE]")
+    if not ended:
+        raise AskError(f"{response.url} ended a stream without [DONE]")
+
+
+def why(error: Exception) -> str:
+    """Why there was no answer, in words for somebody who operates the server."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, socket.gaierror):
+        return f"its name is not known ({cause.strerror})"
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno).lower()
+    return str(cause) or type(cause).__name__
 
 
 async def get(
@@ -164,7 +183,7 @@ async def get(
         ):
             return response.status, await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise AskError(f"{url} did not answer: {error!r}") from error
+        raise AskError(f"{url} did not answer: {why(error)}") from error
 
 
 async def get_page(session: aiohttp.ClientSession, url: str) -> str:
@@ -206,7 +225,7 @@ async def tokenize(
                 return None
             return tuple((await response.json())["tokens"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise AskError(f"{at} did not answer: {error!r}") from error
+        raise AskError(f"{at} did not answer: {why(error)}") from error
     except (ValueError, KeyError, TypeError):
         return None
 

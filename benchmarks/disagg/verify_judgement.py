@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,15 @@ _REMEDY = (
     "set `handoff_trace_file`, and run again with the seed below. --tie-margin is for "
     "engines whose arithmetic is known to differ."
 )
+
+
+_MISSING_REMEDY = (
+    "A hand-off that fails ends its request. Why is said above or in D's log "
+    "(`Hand-off … failed`), and what to do in docs/features/nixl_handoff.md, under "
+    "Troubleshooting. "
+    "`circuit_open` is the router's: it spares a D that has failed several times."
+)
+_RANDOM = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,12 @@ class Judgement:
         if all(one.answer and one.answer.logprobs for one, _ in self.judged):
             said += f"; logprobs agree within {self.margin:g}"
         differing = self._found(Kind.DIFFERENT, Kind.OFF) + self._found(Kind.TIE)
-        details = [
-            f"{one.question.prompt.name}, {one.round}: {verdict.text}"
-            for one, verdict in differing
+        missing = [one.answer is None for one in self.wrong]
+        remedies = [
+            *([_MISSING_REMEDY] if any(missing) else []),
+            *([_REMEDY] if not missing or not all(missing) else []),
         ]
-        report.add(ANSWERS, found, said, _REMEDY, details)
+        report.add(ANSWERS, found, said, " ".join(remedies), _told(differing))
 
     def rows(self, found: Movement, page_bytes: int | None) -> list[Moved]:
         """What was moved for each kind of prompt that was answered.
@@ -105,3 +116,17 @@ class Judgement:
 
     def _found(self, *kinds: Kind) -> list[tuple[Outcome, Verdict]]:
         return [(one, verdict) for one, verdict in self.judged if verdict.kind in kinds]
+
+
+def _told(judged: Sequence[tuple[Outcome, Verdict]]) -> list[str]:
+    """A line for each answer; those that are missing alike share one."""
+    by_text: dict[str, list[tuple[Outcome, Verdict]]] = {}
+    for one, verdict in judged:
+        alike = one.name if one.answer else _RANDOM.sub("", verdict.text)
+        by_text.setdefault(alike, []).append((one, verdict))
+    lines = []
+    for (first, verdict), *others in by_text.values():
+        more = f", and {len(others)} more" if others else ""
+        name = f"{first.question.prompt.name}, {first.round}{more}"
+        lines.append(f"{name}: {verdict.text}")
+    return lines

@@ -159,7 +159,8 @@ class Legs:
             channel = self.prefill.side_channel
             if channel is None:
                 raise Unchecked(
-                    "push needs the prefill engine's side channel, which is not given"
+                    "push needs the prefill engine's side channel: give --prefill "
+                    "URL,HOST:PORT"
                 )
             params = push_decode_params(
                 transfer_id, SideChannel(channel.host, channel.port)

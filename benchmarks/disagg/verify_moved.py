@@ -150,6 +150,16 @@ def problems(found: Movement, asked: Sequence[str], alone: bool) -> list[str]:
     return said
 
 
+def failed_causes(told: Told, asked: Sequence[str]) -> list[str]:
+    """Why hand-offs of these requests failed, as D recorded it, one for each."""
+    return [
+        f"{record['outcome']}: {record['cause'] or 'no cause is told'}"
+        for record in told.records("decode", "receiver")
+        if record["outcome"] not in _ARRIVED
+        and any(one in record["request_id"] for one in asked)
+    ]
+
+
 def by_kind(
     found: Movement, kinds: Mapping[str, str]
 ) -> dict[str, list[Mapping[str, Any]]]:

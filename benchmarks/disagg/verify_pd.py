@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifies a running prefill/decode pair, and prints a page about it.
+r"""Verifies a running prefill/decode pair, and prints a page about it.
 
-    python verify_pd.py --router http://10.0.0.3:8000
-    python verify_pd.py --prefill http://10.0.0.1:8100,10.0.0.1:5600 \
+    verify_pd.sh --router http://10.0.0.3:8000
+    verify_pd.sh --prefill http://10.0.0.1:8100,10.0.0.1:5600 \
         --decode http://10.0.0.2:8200,10.0.0.2:5600 --drill
 
 Exit status: 0, all checks passed; 1, one failed; 2, none failed but something could
@@ -71,11 +71,16 @@ async def _report(options: argparse.Namespace) -> Report:
             [str(error)],
             "",
             "Without --prefill and --decode the router is asked for the engines. Is it "
-            "started, and its port open to this machine? Routers of other projects "
-            "cannot tell: give both.",
+            "started, is the URL the router's and no engine's, and its port open to "
+            "this machine? Routers of other projects cannot tell: give both.",
         )
         return report
-    return await verify(settings)
+    return await verify(settings, _say)
+
+
+def _say(doing: str) -> None:
+    """For those who wait; the page alone is on standard output."""
+    print(f"verify_pd: {doing}", file=sys.stderr, flush=True)
 
 
 async def _settings(options: argparse.Namespace) -> Settings:
@@ -150,8 +155,20 @@ def _parser() -> argparse.ArgumentParser:
         help="how far rounding may move a logprob: 0.01 for float32, else 0.25",
     )
     add("--seed", type=int, default=secrets.randbelow(10**6), help="of the prompts")
-    add("--long-tokens", type=_count, default=2048, help="tokens of the longest prompt")
-    add("--at-once", type=_count, default=8, help="requests at a time in round two")
+    add(
+        "--long-tokens",
+        type=_count,
+        default=2048,
+        metavar="N",
+        help="tokens of the longest prompt",
+    )
+    add(
+        "--at-once",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="requests at a time in round two",
+    )
     add(
         "--log",
         type=Path,

@@ -39,10 +39,19 @@ def render(report: Report) -> str:
             lines += [f"- {check.name}: {line}" for line in _shown(check.details)]
     if report.moved:
         lines += ["", "## What was moved", ""]
-        lines += _table(
-            ("prompts", "of", "tokens", "answers", "bytes", "descriptors", "D waited"),
-            [_moved_row(moved) for moved in report.moved],
+        heads = (
+            "prompts",
+            "of",
+            "tokens",
+            "answers",
+            "bytes",
+            "descriptors",
+            "D waited",
         )
+        rows = [_moved_row(moved) for moved in report.moved]
+        # What is not known of any kind needs no columns.
+        columns = 7 if any(moved.bytes is not None for moved in report.moved) else 4
+        lines += _table(heads[:columns], [row[:columns] for row in rows])
     if report.facts:
         lines += ["", "## What was verified", ""]
         lines += [f"- {name}: {value}" for name, value in report.facts]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -15,11 +16,11 @@ from bench_requests import new_session
 from verify_answers import Answer, Kind, compare
 from verify_ask import Outcome, Question, Round, ask_again, references
 from verify_drill import Drill
-from verify_engines import Engines, Told, busy, healthy, retained
+from verify_engines import KEPT_BLOCKS, Engines, Told, busy, healthy, retained
 from verify_http import AskError, ask, get_object, greedy, tokenize
 from verify_judgement import Judgement
 from verify_legs import InTurn, RouterWay, Way, legs_of
-from verify_moved import movement, problems, settled
+from verify_moved import failed_causes, movement, problems, settled
 from verify_prompts import ANSWER_TOKENS, TURNS, Prompt, Tokens, make_prompts
 from verify_result import Report, Unchecked
 from verify_targets import Settings, margin_of
@@ -37,14 +38,20 @@ _CONVERSATION_TOKENS = TURNS * ANSWER_TOKENS + 64
 """What a conversation grows by, and some more."""
 
 
-async def verify(settings: Settings) -> Report:
+def _silent(doing: str) -> None:
+    pass
+
+
+async def verify(settings: Settings, say: Callable[[str], None] = _silent) -> Report:
     """Verify a pair; whatever goes wrong with it is in the report.
+
+    ``say`` is told what is done, for those who wait.
 
     Raises:
         NoLog: a log that was given cannot be read.
     """
     async with new_session(settings.request_seconds) as session:
-        run = _Run(session, settings)
+        run = _Run(session, settings, say)
         try:
             await run.all()
         except Unchecked as error:
@@ -57,8 +64,14 @@ async def verify(settings: Settings) -> Report:
 
 
 class _Run:
-    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        settings: Settings,
+        say: Callable[[str], None],
+    ) -> None:
         self.session = session
+        self.say = say
         self.settings = settings
         self.report = Report()
         self.run = f"verify-{uuid.uuid4().hex[:12]}"
@@ -82,7 +95,9 @@ class _Run:
         margin = self.settings.margin
         margin = margin_of(dtype) if margin is None else margin
         alone = busy(states.values()) == 0
-        if not alone:
+        if alone:
+            await self._quiet()
+        else:
             self.report.facts.append(("other traffic", "yes: counts are not exact"))
 
         block = max(state.block_size or 16 for state in states.values())
@@ -95,8 +110,11 @@ class _Run:
         # Not before: transports connect when they are first used.
         check_logs(self.report, self.settings.logs, self.settings.expect_rails)
         judged = Judgement.of(outcomes, margin)
-        wrong = judged.wrong
-        opinion = [await self._third_opinion(wrong, margin)] if wrong else []
+        opinion = []
+        if differing := [one for one in judged.wrong if one.answer is not None]:
+            opinion.append(await self._third_opinion(differing, margin))
+        if missing := [one.name for one in judged.wrong if one.answer is None]:
+            opinion += await self._causes(missing)
         asked = len(rounds) * len(questions)
         judged.tell(self.report, asked, self.settings.strict, opinion)
         names = [o.name for o in outcomes if o.answer is not None]
@@ -130,8 +148,9 @@ class _Run:
             found,
             ", ".join(map(str, self.engines.engines))
             + (f", router {self.router}" if self.router else ""),
-            "Is it started, is the URL right, and its port open to this machine? What "
-            "can be checked without it was.",
+            "Is it started, is the URL right, and its port open to this machine? "
+            "Without the router the engines are verified all the same; without an "
+            "engine nothing is.",
         )
         return usable
 
@@ -152,10 +171,15 @@ class _Run:
 
     async def _told(self) -> Told:
         """What engines tell; side channels that cannot be asked are done without."""
-        if not self.engines.have_side_channels:
-            self.report.facts.append(
-                ("side channels", "not all given: counts are those of /metrics alone")
+        if unknown := self.engines.without_side_channel:
+            names = ", ".join(map(str, unknown))
+            why = (
+                f"not known of {names}, so that counts are those of /metrics alone. To "
+                "have more, start the router with "
+                "--prefill-side-channel and --decode-side-channel, or give --prefill "
+                "and --decode URL,HOST:PORT"
             )
+            self.report.facts.append(("side channels", why))
         try:
             return await self.engines.told()
         except Unchecked as error:
@@ -190,6 +214,16 @@ class _Run:
             self.report.facts.append((fact, value))
         return mode, dtype
 
+    async def _quiet(self) -> None:
+        """Wait for what earlier requests hold, which would be taken for ours."""
+        seconds = self.settings.drill_seconds
+        self.say(f"waiting until nothing is held, {seconds:g} s at most")
+        try:
+            found = await self.engines.held(seconds)
+        except Unchecked:
+            return
+        self.report.facts += [("held before the first request", one) for one in found]
+
     async def _prompts(self, block: int, longest: int) -> list[Prompt]:
         url, model = self.settings.decode[0].server.url, self.engines.model
 
@@ -219,6 +253,7 @@ class _Run:
             body = greedy(model, tokens, f"{self._name()}-reference")
             return await ask(self.session, server, body)
 
+        self.say(f"asking {server} alone for the right answers")
         before = await self.engines.told()
         found = await references(prompts, one, self.settings.at_once)
         asked = sum(len(question.tokens) for question in found)
@@ -264,6 +299,7 @@ class _Run:
         rounds = []
         for title, at_once in (("one by one", 1), ("at once", self.settings.at_once)):
             salt = self._name()
+            self.say(f"asking all prompts through the hand-off, {title}")
 
             async def one(question: Question, name: str, salt: str = salt) -> Answer:
                 body = greedy(self.engines.model, question.tokens, salt)
@@ -290,6 +326,21 @@ class _Run:
         if compare(question.expected, answer, margin).kind in (Kind.EQUAL, Kind.TIE):
             return "P alone gives the reference's answer: it is the KV handed over"
         return "P alone differs from the reference too: compare the engines' options"
+
+    async def _causes(self, names: Sequence[str]) -> list[str]:
+        """Why the hand-offs of these requests failed, as far as D tells."""
+        try:
+            await self.engines.nudge()
+            told = await self.engines.told()
+        except (AskError, Unchecked):
+            return []
+        causes = Counter(failed_causes(told, names))
+        if not causes and not self.engines.have_side_channels:
+            return ["why is told over D's side channel only, and in D's log"]
+        return [
+            f"D says of {count} of them: {cause}"
+            for cause, count in causes.most_common()
+        ]
 
     async def _movement(
         self, before: Told, judgement: Judgement, names: list[str], alone: bool
@@ -319,6 +370,7 @@ class _Run:
         self.report.moved = judgement.rows(found, self._page_bytes)
 
     async def _blocks(self, seconds: float, alone: bool) -> None:
+        self.say(f"waiting until nothing is held, {seconds:g} s at most")
         found = await self.engines.held(seconds)
         told = await self.engines.told()
         if found and (not alone or busy(told.states.values())):
@@ -328,11 +380,16 @@ class _Run:
             return
         how = "every block is free and every table empty"
         if not self.engines.have_side_channels:
+            kept = sum(state.sample(KEPT_BLOCKS) for state in told.states.values())
             how = "the engines' cache usage is 0"
+            if kept:
+                how = f"nothing but {kept:.0f} blocks kept for later turns is in use"
         self.report.add(
             BLOCKS,
             found,
             f"{how}, on all engines",
+            "After failed requests P keeps prompts that nobody has taken until "
+            "`kv_lease_duration` (30 s) has passed: then run it again. Otherwise "
             "`exposed` and `quiescing` blocks come back when the peer answers or its "
             "lease ends, and after 5 s without a peer they are quarantined: see "
             "docs/design/faults.md. What stays is lost until the engine restarts.",
@@ -364,6 +421,7 @@ class _Run:
             margin,
             self.settings.drill_seconds,
             self.run,
+            self.say,
         )
         await drill.all(self.report)
 

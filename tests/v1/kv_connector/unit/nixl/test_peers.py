@@ -79,6 +79,11 @@ def test_metadata_must_belong_to_its_name(known: Known) -> None:
     assert len(known.peers) == 1
 
 
+def test_a_rank_is_no_peer_of_itself(known: Known) -> None:
+    with pytest.raises(AgentError, match="remote_host and remote_port must be"):
+        known.peers.admit(known.mine.info, 1.0)
+
+
 def test_metadata_that_is_none_is_refused(known: Known) -> None:
     with pytest.raises(AgentError):
         known.peers.admit(known.successor(agent_metadata=b"rubbish"), 2.0)

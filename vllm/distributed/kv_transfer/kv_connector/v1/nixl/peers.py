@@ -104,8 +104,13 @@ class PeerDirectory:
         One whose connection had broken is connected anew.
 
         Raises:
-            AgentError: NIXL does not accept its metadata.
+            AgentError: NIXL does not accept its metadata, or it is this rank itself.
         """
+        if info.agent_name == self._local.agent_name:
+            raise AgentError(
+                "this engine itself answers there: remote_host and remote_port must "
+                "be those of the other engine's side channel"
+            )
         known = self._peers.get(info.agent_name)
         if known is not None and not known.broken:
             known.used_at = now
