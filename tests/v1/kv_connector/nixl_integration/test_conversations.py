@@ -189,7 +189,7 @@ async def test_a_few_tokens_are_not_worth_reading(
 ) -> None:
     prompt, _ = references.turns("threshold")
     for length, outcome in (
-        (THRESHOLD - MAX_TOKENS, "missed"),
+        (THRESHOLD - MAX_TOKENS, "recomputed"),
         (THRESHOLD - MAX_TOKENS + 1, "read"),
     ):
         talk = Talk()

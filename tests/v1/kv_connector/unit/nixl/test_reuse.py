@@ -128,6 +128,9 @@ def test_both_sides_of_the_threshold(
     assert side.known() == expected
     side.admit(expected)
     assert bool(side.orders) == bool(expected)
+    if not expected:
+        # Not missed: it is kept, and would not have helped.
+        assert side.last()[0] == "recomputed"
     side.close()
 
 

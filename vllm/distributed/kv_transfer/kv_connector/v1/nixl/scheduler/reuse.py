@@ -128,8 +128,16 @@ class ReuseSide:
         if reuse.phase is _Phase.ASKING:
             # The engine does not wait for requests that must be computed.
             self._questions.abandon(request_id)
-        if external_tokens <= 0 or reuse.kept is None:
-            self._end(reuse, "nothing that is worth reading is kept")
+        if reuse.kept is None:
+            self._end(reuse, "nothing of this prompt is kept")
+            return
+        if external_tokens <= 0:
+            self._end(
+                reuse,
+                f"too little to gain: {reuse.shared} tokens are kept, of which the "
+                "prefix cache lacks less than kv_recompute_threshold",
+                self._purpose.failure,
+            )
             return
         reuse.phase = _Phase.OVER
         reuse.timeline.mark(Stage.REGISTERED, now)
@@ -191,7 +199,7 @@ class ReuseSide:
                 reuse.shared, reuse.kept = shared, kept
         reuse.phase = _Phase.FOUND
 
-    def _end(self, reuse: _Reuse, why: str) -> None:
+    def _end(self, reuse: _Reuse, why: str, outcome: str = "missed") -> None:
         reuse.phase = _Phase.OVER
         logger.debug("Turn %s is not read back: %s", reuse.transfer_id, why)
         self._records.add(
@@ -199,7 +207,7 @@ class ReuseSide:
                 reuse.transfer_id,
                 RequestId(reuse.request.request_id),
                 "reader",
-                "missed",
+                outcome,
                 cause=why,
                 timeline=reuse.timeline,
             )
