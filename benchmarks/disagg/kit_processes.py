@@ -121,6 +121,8 @@ def records(folder: Path) -> list[Record]:
 def start(name: str, command: Sequence[str], log: Path, folder: Path) -> Record:
     """Start a server in a session of its own; returns at once.
 
+    The log of the start before is kept as ``FILE.old``.
+
     Raises:
         KitError: one of that name runs, or the program cannot be run.
     """
@@ -135,6 +137,9 @@ def start(name: str, command: Sequence[str], log: Path, folder: Path) -> Record:
             )
         path.unlink()
     log.parent.mkdir(parents=True, exist_ok=True)
+    if log.is_file():
+        # Whoever starts a server again often wants to know why it had ended.
+        log.replace(log.with_name(f"{log.name}.old"))
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(

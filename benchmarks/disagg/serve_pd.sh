@@ -23,7 +23,7 @@
 #   LOG_DIR            default: logs
 #   STATE_DIR          where cleanup.sh finds what runs
 #   START_TIMEOUT      seconds until it must answer: 1800
-#   DRY_RUN=1          prints the command instead
+#   DRY_RUN=1          prints the command, with the variables that it needs, instead
 
 set -euo pipefail
 # shellcheck source=benchmarks/disagg/kit_env.sh disable=SC1091
@@ -63,6 +63,9 @@ esac
 name=$ROLE
 ((ENGINE_NUMBER == 1)) || name=$ROLE-$ENGINE_NUMBER
 
+# Names of the variables that are set for the engine.
+environment=()
+# shellcheck disable=SC2153 # device_defaults sets MODEL
 command=(
   "$PYTHON" -P -m vllm.entrypoints.cli.main serve "$MODEL"
   --served-model-name "$SERVED_MODEL_NAME"
@@ -93,6 +96,10 @@ else
   export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
   export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
   export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
+  environment+=(
+    VLLM_CPU_OMP_THREADS_BIND OMP_NUM_THREADS VLLM_CPU_KVCACHE_SPACE
+    HF_HUB_OFFLINE VLLM_NO_USAGE_STATS
+  )
 fi
 [[ -z ${BLOCK_SIZE:-} ]] || command+=(--block-size "$BLOCK_SIZE")
 
@@ -111,12 +118,16 @@ if [[ -n $connector ]]; then
   command+=(--kv-transfer-config "$transfer")
   export VLLM_NIXL_SIDE_CHANNEL_HOST=$host
   export VLLM_NIXL_SIDE_CHANNEL_PORT=$side_channel_port
+  environment+=(VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT)
 fi
 
 read -ra extra_args <<<"${EXTRA_ARGS:-}"
 command+=("${extra_args[@]}")
 
 if [[ ${DRY_RUN:-} == 1 ]]; then
+  for name in "${environment[@]}"; do
+    printf '%s=%q ' "$name" "${!name}"
+  done
   printf '%q ' "${command[@]}"
   echo
   exit

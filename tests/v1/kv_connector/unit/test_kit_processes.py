@@ -73,6 +73,16 @@ def test_a_server_is_ended_with_its_children(folder: Path) -> None:
     assert kit_processes.records(folder) == []
 
 
+def test_the_log_of_the_start_before_is_kept(folder: Path) -> None:
+    first = start(folder, "decode", "print('this is why')")
+    wait_for(first.log, "this is why")
+    kit_processes.stop(first, folder)
+    second = start(folder, "decode", "print('again')")
+
+    wait_for(second.log, "again")
+    assert Path(f"{second.log}.old").read_text() == "this is why\n"
+
+
 def test_children_of_a_dead_server_are_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

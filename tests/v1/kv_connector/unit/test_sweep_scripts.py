@@ -68,7 +68,8 @@ def run(
 def would_serve(folder: Path, **settings: str) -> list[str]:
     done = run("serve_pd.sh", folder, DRY_RUN="1", **settings)
     assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout)
+    words = shlex.split(done.stdout)
+    return words[words.index(sys.executable) :]
 
 
 def value(command: list[str], option: str) -> str:
@@ -119,6 +120,14 @@ def test_only_the_connector_differs_between_push_and_pull(tmp_path: Path) -> Non
     }
     replaced = texts["push"].replace(CONNECTORS["push"], CONNECTORS["pull"])
     assert replaced == texts["pull"]
+
+
+def test_the_printed_command_needs_nothing_else(tmp_path: Path) -> None:
+    done = run("serve_pd.sh", tmp_path, DRY_RUN="1", ROLE="decode", MODE="push", **P5EN)
+
+    variables = shlex.split(done.stdout.partition(sys.executable)[0])
+    assert f"VLLM_NIXL_SIDE_CHANNEL_HOST={P5EN['DECODE_IP']}" in variables
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=5600" in variables
 
 
 def test_on_cpu_it_serves_the_random_model(tmp_path: Path) -> None:
