@@ -219,9 +219,17 @@ class Bench:
         """
         for engine in (self.prefill, self.decode):
             engine.forget()
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            while (await self.post({"prompt": PROMPT + "ready"})).status != 200:
-                await asyncio.sleep(0.1)
+        got = Got(0)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while got.status != 200:
+                    got = await self.post({"prompt": PROMPT + "ready"})
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            raise AssertionError(
+                f"{self.url} serves nothing for {READY_TIMEOUT_S:g} s; the engines are "
+                f"up, their model is {MODEL!r}, and the router's last answer: {got}"
+            ) from error
         for engine in (self.prefill, self.decode):
             for leg in engine.legs:
                 await asyncio.wait_for(leg.ended.wait(), ENDED_TIMEOUT_S)
