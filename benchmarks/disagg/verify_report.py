@@ -48,10 +48,10 @@ def render(report: Report) -> str:
             "descriptors",
             "D waited",
         )
-        rows = [_moved_row(moved) for moved in report.moved]
+        kinds = [_moved_row(moved) for moved in report.moved]
         # What is not known of any kind needs no columns.
         columns = 7 if any(moved.bytes is not None for moved in report.moved) else 4
-        lines += _table(heads[:columns], [row[:columns] for row in rows])
+        lines += _table(heads[:columns], [row[:columns] for row in kinds])
     if report.facts:
         lines += ["", "## What was verified", ""]
         lines += [f"- {name}: {value}" for name, value in report.facts]

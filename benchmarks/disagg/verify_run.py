@@ -378,12 +378,11 @@ class _Run:
                 BLOCKS, f"{found[0]}, but others use the engines", "Run it when idle."
             )
             return
-        how = "every block is free and every table empty"
+        kept = sum(state.sample(KEPT_BLOCKS) for state in told.states.values())
+        but = f", but for {kept:.0f} blocks kept for later turns" if kept else ""
+        how = f"every block is free and every table empty{but}"
         if not self.engines.have_side_channels:
-            kept = sum(state.sample(KEPT_BLOCKS) for state in told.states.values())
-            how = "the engines' cache usage is 0"
-            if kept:
-                how = f"nothing but {kept:.0f} blocks kept for later turns is in use"
+            how = f"the engines' cache usage is 0{but}"
         self.report.add(
             BLOCKS,
             found,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest_asyncio
 
 import verify_drill
 import verify_pd
+from bench_requests import new_session
 from pd_router.config import Address
 from pd_router.side_channel import Token
 from v1.kv_connector.unit.verify_pair import (
@@ -25,7 +27,7 @@ from v1.kv_connector.unit.verify_pair import (
     fake_pair,
 )
 from verify_engines import Engine
-from verify_http import Server
+from verify_http import Server, get_page
 from verify_judgement import ANSWERS
 from verify_report import render
 from verify_result import Check, Report, Status
@@ -250,7 +252,53 @@ async def test_failed_hand_offs_fail(pair: FakePair) -> None:
 
     assert ANSWERS in failed(report)
     # After three failures nothing more is asked.
-    assert "were not asked after others had failed" in render(report)
+    page = render(report)
+    assert "were not asked after others had failed" in page
+    assert re.search(r"D says of \d+ of them: failed: the model differs", page)
+    # Where nothing was answered there is no answer to compare.
+    assert "P alone" not in page
+    assert "circuit_open" in check(report, ANSWERS).remedy
+
+
+@pytest.mark.parametrize("channels", [True, False])
+async def test_kept_turns_are_not_held(pair: FakePair, channels: bool) -> None:
+    pair.decode.kept = 30
+    chosen = settings(pair)
+    if not channels:
+        bare = [
+            replace(e, side_channel=None) for e in (*chosen.prefill, *chosen.decode)
+        ]
+        chosen = replace(chosen, prefill=(bare[0],), decode=(bare[1],))
+
+    report = await verify(chosen)
+
+    assert report.exit_status == 0, render(report)
+    assert "but for 30 blocks kept for later turns" in check(report, BLOCKS).said
+
+
+async def test_what_earlier_requests_hold_is_waited_for(pair: FakePair) -> None:
+    async def lease() -> None:
+        await asyncio.sleep(IN_VAIN_S)
+        pair.prefill.held -= 7
+
+    pair.prefill.held += 7
+    said: list[str] = []
+    ending = asyncio.create_task(lease())
+    report = await verify(settings(pair, settle_seconds=0.3), said.append)
+    await ending
+
+    assert report.exit_status == 0, render(report)
+    assert said[0] == f"waiting until nothing is held, {SETTLE_S:g} s at most"
+
+
+async def test_streams_are_read_to_their_end(pair: FakePair) -> None:
+    report = await verify(settings(pair))
+
+    assert report.exit_status == 0, render(report)
+    async with new_session(SETTLE_S) as session:
+        page = await get_page(session, f"{pair.router_url}/metrics")
+    assert 'outcome="ok"' in page
+    assert 'outcome="client_disconnect"' not in page
 
 
 async def test_blocks_that_stay_held_fail(pair: FakePair) -> None:
@@ -318,6 +366,7 @@ async def test_engine_that_cannot_be_reached_fails(pair: FakePair) -> None:
 
     assert [one.name for one in report.checks] == [REACHED]
     assert report.exit_status == 1
+    assert check(report, REACHED).said.endswith("did not answer: connection refused")
 
 
 async def test_side_channel_that_does_not_answer_is_told(pair: FakePair) -> None:

@@ -100,6 +100,7 @@ class FakeEngine:
         self.address = Address(HOST, port)
         self.url = self.address.url
         self.held = 0
+        self.kept = 0
         self.running = 0
         self.bytes = self.transfers = self.descriptors = 0
         self.sources = {"local_compute": 0, "external_kv_transfer": 0}
@@ -150,10 +151,12 @@ class FakeEngine:
         }
         return {
             "mode": self.world.mode,
-            "free_blocks": TOTAL_BLOCKS - self.held,
+            "free_blocks": TOTAL_BLOCKS - self.held - self.kept,
             "total_blocks": TOTAL_BLOCKS,
-            "pins": {"exposed_for_send": self.held, "retained": 0},
-            "tables": {"prefill_waiting": 0},
+            "pins": {"exposed_for_send": self.held, "retained": self.kept},
+            "tables": {"prefill_waiting": 0, "retained": 1, "rank0_kept": 1}
+            if self.kept
+            else {"prefill_waiting": 0},
             "counters": {},
             "ranks": [rank],
         }
@@ -190,7 +193,8 @@ class FakeEngine:
             f"vllm:cache_config_info{{{CACHE_LABELS}}} 1.0",
             f'vllm:nixl_info{{connector="{connector}",backends="UCX"}} 1.0',
             f"vllm:num_requests_running {float(self.running)}",
-            f"vllm:kv_cache_usage_perc {self.held / TOTAL_BLOCKS}",
+            f"vllm:kv_cache_usage_perc {(self.held + self.kept) / TOTAL_BLOCKS}",
+            f"vllm:nixl_retained_blocks {float(self.kept)}",
             f"vllm:nixl_bytes_transferred_sum {float(self.bytes)}",
             f"vllm:nixl_bytes_transferred_count {float(self.transfers)}",
             f"vllm:nixl_num_descriptors_sum {float(self.descriptors)}",
@@ -235,7 +239,10 @@ class FakeEngine:
         handed = bool(params.get("do_remote_prefill")) and not faults.recompute
         answered: dict[str, Any] | None = None
         if handed:
-            if faults.fails or not await self._receive(request, prompt, params):
+            if faults.fails:
+                self._record(request, params, "failed", "the model differs")
+                return web.json_response({"error": "no KV"}, status=500)
+            if not await self._receive(request, prompt, params):
                 return web.json_response({"error": "no KV"}, status=500)
         else:
             await self._compute(prompt)
@@ -277,21 +284,32 @@ class FakeEngine:
         self.bytes += blocks * BLOCK_BYTES
         self.transfers += 1
         self.descriptors += blocks
+        self._record(request, params, "received", "", len(prompt), blocks)
+        return True
+
+    def _record(
+        self,
+        request: web.Request,
+        params: dict[str, Any],
+        outcome: str,
+        cause: str,
+        tokens: int = 0,
+        blocks: int = 0,
+    ) -> None:
         name = request.headers["X-Request-Id"]
         self.records.append(
             {
-                "transfer_id": transfer_id,
+                "transfer_id": params["transfer_id"],
                 "request_id": f"cmpl-{name}-0-abc",
                 "role": "receiver",
-                "outcome": "received",
-                "cause": "",
-                "tokens": len(prompt),
+                "outcome": outcome,
+                "cause": cause,
+                "tokens": tokens,
                 "bytes": blocks * BLOCK_BYTES,
                 "descriptors": blocks,
                 "seconds": 0.01,
             }
         )
-        return True
 
     async def _lend(self, transfer_id: str) -> None:
         """Pull: the blocks are held until they are read, or the lease has ended."""
