@@ -337,6 +337,8 @@ class _Run:
         causes = Counter(failed_causes(told, names))
         if not causes and not self.engines.have_side_channels:
             return ["why is told over D's side channel only, and in D's log"]
+        if not causes:
+            return ["D's side channel has no record of them: is it D's, and not P's?"]
         return [
             f"D says of {count} of them: {cause}"
             for cause, count in causes.most_common()

@@ -260,6 +260,21 @@ async def test_failed_hand_offs_fail(pair: FakePair) -> None:
     assert "circuit_open" in check(report, ANSWERS).remedy
 
 
+async def test_side_channels_that_are_mixed_up_are_asked_about(pair: FakePair) -> None:
+    pair.faults.fails = True
+    chosen = settings(pair)
+    prefill, decode = chosen.prefill[0], chosen.decode[0]
+    mixed = replace(
+        chosen,
+        prefill=(replace(prefill, side_channel=decode.side_channel),),
+        decode=(replace(decode, side_channel=prefill.side_channel),),
+    )
+
+    page = render(await verify(mixed))
+
+    assert "is it D's, and not P's?" in page
+
+
 @pytest.mark.parametrize("channels", [True, False])
 async def test_kept_turns_are_not_held(pair: FakePair, channels: bool) -> None:
     pair.decode.kept = 30
