@@ -140,7 +140,11 @@ async def test_a_decode_engine_that_stops_is_left_for_another(crew: Crew) -> Non
 
 
 async def test_a_decode_engine_that_is_full_is_left_for_another(crew: Crew) -> None:
-    long, short, third = _body(64, 1500), _body(65, 100), _body(66, 8)
+    # Both must still run when the third one comes.
+    long, short, third = _body(64, 1500), _body(65, 250), _body(66, 8)
+    for number in range(len(crew.decode)):
+        await crew.ask(f"meet-{number}", _body(68 + number, 1))
+    await crew.busy(0, 0)
     before = await crew.rebinds()
     order: list[str] = []
     begun = {name: asyncio.Event() for name in ("long", "short", "third")}
@@ -166,11 +170,13 @@ async def test_a_decode_engine_that_is_full_is_left_for_another(crew: Crew) -> N
     asking.append(asyncio.create_task(stream("third", third)))
     replies = await asyncio.gather(*asking)
 
-    assert order == ["short", "third", "long"]
-    # A slow machine may keep the short one waiting for a while, too.
+    # Mostly the short one is the first to end. Where its engine gets too little of the
+    # processor for that, the third one goes to the engine that is free first as well.
+    assert order.index("third") == 1, order
+    free, busy = (other, full) if order[0] == "short" else (full, other)
     assert await crew.rebinds() > before
-    assert await crew.outcomes(other, "third") == ["received"]
-    assert "received" not in await crew.outcomes(full, "third")
+    assert await crew.outcomes(free, "third") == ["received"]
+    assert "received" not in await crew.outcomes(busy, "third")
     await crew.served("third")
     for reply, body in zip(replies, (long, short, third), strict=True):
         assert reply == await crew.alone(other, body)

@@ -319,7 +319,9 @@ async def test_streams_are_read_to_their_end(pair: FakePair) -> None:
 async def test_blocks_that_stay_held_fail(pair: FakePair) -> None:
     pair.prefill.held = 7
 
-    report = await verify(settings(pair, settle_seconds=IN_VAIN_S))
+    report = await verify(
+        settings(pair, settle_seconds=IN_VAIN_S, drill_seconds=IN_VAIN_S)
+    )
 
     assert failed(report) == {BLOCKS}
     said = f"prefill {pair.prefill.url}: 93 of 100 blocks are free, held by "
@@ -331,7 +333,7 @@ async def test_blocks_that_stay_held_fail_without_side_channels(
     pair: FakePair,
 ) -> None:
     pair.prefill.held = 7
-    chosen = settings(pair, settle_seconds=IN_VAIN_S)
+    chosen = settings(pair, settle_seconds=IN_VAIN_S, drill_seconds=IN_VAIN_S)
     bare = [replace(e, side_channel=None) for e in (*chosen.prefill, *chosen.decode)]
 
     report = await verify(replace(chosen, prefill=(bare[0],), decode=(bare[1],)))
