@@ -51,6 +51,21 @@ def _stream(
         connection.close()
 
 
+def _tokens(response: http.client.HTTPResponse) -> Iterator[bool]:
+    """True for each token as it comes, and False at last if the answer is whole.
+
+    Raises:
+        BenchError: there is an error in the stream.
+    """
+    for line in response:
+        if line.startswith(b'data: {"error"'):
+            raise BenchError(f"an error in the stream: {line!r}")
+        if line.startswith(b"data: {"):
+            yield True
+        elif line.startswith(b"data: [DONE]"):
+            yield False
+
+
 def ask(port: int, prompt: Sequence[int], answer_tokens: int) -> tuple[float, float]:
     """Send one request; seconds to its first token and to its end.
 
@@ -60,12 +75,10 @@ def ask(port: int, prompt: Sequence[int], answer_tokens: int) -> tuple[float, fl
     began = time.monotonic()
     first = None
     with _stream(port, prompt, answer_tokens) as response:
-        for line in response:
-            if line.startswith(b'data: {"error"'):
-                raise BenchError(f"an error in the stream: {line!r}")
-            if first is None and line.startswith(b"data: {"):
+        for is_token in _tokens(response):
+            if first is None and is_token:
                 first = time.monotonic() - began
-            if line.startswith(b"data: [DONE]") and first is not None:
+            if not is_token and first is not None:
                 return first, time.monotonic() - began
     raise BenchError("the stream ended early")
 
@@ -149,15 +162,12 @@ class Background:
                 port = self._ports[phase.engine]
                 with _stream(port, self._prompt(), self._answer_tokens) as response:
                     last = None
-                    for line in response:
-                        if line.startswith(b'data: {"error"'):
-                            raise BenchError(f"an error in the stream: {line!r}")
+                    for is_token in _tokens(response):
                         now = time.monotonic()
                         if now >= ends or over.is_set():
                             break
-                        if line.startswith(b"data: {"):
-                            if last is not None:
-                                self.gaps.append((last, now))
-                            last = now
+                        if is_token and last is not None:
+                            self.gaps.append((last, now))
+                        last = now
         except (BenchError, OSError, http.client.HTTPException) as error:
             self._failures.append(error)

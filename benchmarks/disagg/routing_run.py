@@ -21,7 +21,7 @@ from routing_loads import Occupied, Planned, arrivals, bursts, occupations
 from routing_stats import Done
 from tiny_model import TinySpec, random_prompt
 
-_COUNTED = ("pd_router_rebinds_total{", "pd_router_local_prefill")
+_COUNTED = ("pd_router_rebinds_total{", "pd_router_local_prefills_total{")
 _FAILED_LEGS = 'pd_router_leg_seconds_count{leg="decode"'
 
 
