@@ -73,7 +73,6 @@ def run(tree: Path, *arguments: str) -> str:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(tree),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
